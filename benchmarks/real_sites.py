@@ -30,6 +30,10 @@ class RealRun:
     round_seconds: list[float]
     step_seconds: dict[str, float]
     """Mean duration of a step at each site: that of the scenario, and what the machine added to it."""
+    stalled_share: dict[str, float]
+    """Of the time of each site's worker, for which it did not train: it encoded, waited for the line, or merged."""
+    sent_bytes: dict[str, float]
+    """Of a submission of all parameters at each site."""
 
     def as_measured(self, scenario: Scenario) -> Scenario:
         """The scenario with the step times that its sites really had."""
@@ -46,14 +50,14 @@ def run_for_real(scenario: Scenario) -> RealRun:
     Every site has one worker, in a thread of its own.
     """
     torch.manual_seed(0)
-    model = _model(scenario.parameters)
-    steps: dict[str, float] = {}
+    model = _model(scenario)
+    found = RealRun([], {}, {}, {})
     with ExitStack() as stack:
         server = stack.enter_context(DiLoCoServer(model, settings=scenario.settings, port=0, token=_TOKEN))
         addresses = [stack.enter_context(_proxy(server, site)).port for site in scenario.sites.values()]
-        commits = _Commits(server, scenario.rounds)
+        commits = _Commits(server, scenario.total_rounds)
         workers = [
-            threading.Thread(target=_work, args=(scenario, name, port, commits, steps), daemon=True)
+            threading.Thread(target=_work, args=(scenario, name, port, commits, found), daemon=True)
             for name, port in zip(scenario.sites, addresses, strict=True)
         ]
         for worker in workers:
@@ -61,7 +65,8 @@ def run_for_real(scenario: Scenario) -> RealRun:
         times = commits.watch()
         for worker in workers:
             worker.join()
-    return RealRun([after - before for before, after in itertools.pairwise(times)], steps)
+    found.round_seconds += [after - before for before, after in itertools.pairwise(times)]
+    return found
 
 
 class _Commits:
@@ -94,21 +99,27 @@ def _proxy(server: DiLoCoServer, site: Site) -> ThrottledProxy:
     )
 
 
-def _model(parameters: int) -> nn.Linear:
-    return nn.Linear(parameters // 100, 100, bias=False)
+def _model(scenario: Scenario) -> nn.Sequential:
+    """As many blocks as there are fragments."""
+    blocks = scenario.settings.num_fragments
+    return nn.Sequential(*[nn.Linear(scenario.parameters // 100 // blocks, 100, bias=False) for _ in range(blocks)])
 
 
-def _work(scenario: Scenario, name: str, port: int, commits: _Commits, steps: dict[str, float]) -> None:
-    model = _model(scenario.parameters)
+def _work(scenario: Scenario, name: str, port: int, commits: _Commits, found: RealRun) -> None:
+    model = _model(scenario)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     client = DiLoCoClient(f"127.0.0.1:{port}", token=_TOKEN)
     step_seconds, durations = scenario.sites[name].step_seconds, []
     with DiLoCoWorker(model, optimizer, "", worker_id=name, client=client) as worker:
+        begun, metrics = time.monotonic(), worker.metrics
         while not commits.is_over.is_set():
-            started, num_syncs = time.monotonic(), worker.metrics.sync_count
-            model.weight.grad = torch.full_like(model.weight, 0.1)
+            started, waited = time.monotonic(), metrics.total_sync_time
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1)
             time.sleep(max(0.0, started + step_seconds - time.monotonic()))
             optimizer.step()
-            if worker.metrics.sync_count == num_syncs:
+            if metrics.total_sync_time == waited:
                 durations.append(time.monotonic() - started)
-    steps[name] = statistics.fmean(durations)
+        found.stalled_share[name] = metrics.total_sync_time / (time.monotonic() - begun)
+        found.sent_bytes[name] = metrics.total_send_bytes / max(1, metrics.sync_count)
+    found.step_seconds[name] = statistics.fmean(durations)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from onstep.control.registry import cleanup, is_alive, list_infos, read_info
 from tests.support.forked_processes import Processes, output_of
+from tests.support.waiting import until
 
 JOB, JOBS = "ending", "tests.support.jobs.control_jobs"
 Begin = Callable[..., Any]
@@ -36,10 +36,7 @@ def begin(
 
 
 def wait_for(is_true: Callable[[], Any], what: str, path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline, (what, output_of(path))
-        time.sleep(0.02)
+    until(is_true, lambda: (what, output_of(path)))
 
 
 def is_served() -> bool:
@@ -69,11 +66,11 @@ def test_a_job_leaves_no_process_no_socket_and_no_entry(
         port = list_infos()[0].port
         with socket.create_connection(("127.0.0.1", port)):  # an idle client must not delay the end
             os.kill(child.pid, strike)
-            assert child.wait(30) == code, output_of(tmp_path / "job")
+            assert child.wait() == code, output_of(tmp_path / "job")
         with socket.socket() as client:
             assert client.connect_ex(("127.0.0.1", port)) != 0
     else:
-        assert child.wait(60) == code, output_of(tmp_path / "job")
+        assert child.wait() == code, output_of(tmp_path / "job")
     assert cleanup() == ([JOB] if strike == signal.SIGKILL else [])
     assert list_infos() == []
     assert list((tmp_path / "registry").iterdir()) == []
@@ -83,20 +80,20 @@ def test_a_second_job_of_the_same_name_is_refused_before_it_trains(begin: Begin,
     first = begin("first")
     wait_for(is_served, "to serve", tmp_path / "first")
     second = begin("second")
-    assert second.wait(60) == 1
+    assert second.wait() == 1
     assert f"A job with job_id='{JOB}' is running (process {first.pid}" in output_of(tmp_path / "second")
     assert '"step"' not in (tmp_path / "second" / "steps-0.jsonl").read_text()
     assert is_served()
     os.kill(first.pid, signal.SIGKILL)
-    first.wait(30)
+    first.wait()
     third = begin("third", steps=3)
-    assert third.wait(60) == 0, "a dead job's name is free"
+    assert third.wait() == 0, "a dead job's name is free"
 
 
 def test_without_the_callback_no_socket_listens(begin: Begin, tmp_path: Path) -> None:
     ends = {}
     for name, is_controlled in (("without", False), ("with", True)):
         child = begin(name, is_controlled=is_controlled, steps=3, counts_sockets=True)
-        assert child.wait(60) == 0, output_of(tmp_path / name)
+        assert child.wait() == 0, output_of(tmp_path / name)
         ends[name] = int((tmp_path / name / "listening").read_text())
     assert ends == {"without": 1, "with": 2}, "the one is the store of the process group"

@@ -149,7 +149,7 @@ class Commander(TrainerCallback):
         if state.global_step != 1:
             return
         with DiLoCoClient(self.address) as client:
-            answer = client.control("command", {"command": self.command})[0]
+            answer = client.control("command", {"command": self.command})
             assert answer["workers"] == ["w"]
             while client.get_status()["workers"]["w"]["command_number"] < answer["number"]:
                 pass
@@ -169,9 +169,9 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert (one.server_addr, one.sync_every, one.worker_id, one.bf16_comm) == ("host:1", 7, "me", False)
     assert (one.dylu, one.heartbeat_interval, one.num_fragments, one.codec) == (True, 2.5, 4, "int4")
     assert one.active
-    other = DiLoCoCallback("", 9, "you", True, False, 1.0, 2, codec="auto")
+    other = DiLoCoCallback("", 9, "you", True, False, 1.0, 2, codec="int8")
     assert (other.server_addr, other.sync_every, other.worker_id, other.bf16_comm) == ("", 9, "you", True)
-    assert (other.dylu, other.heartbeat_interval, other.num_fragments, other.codec) == (False, 1.0, 2, "auto")
+    assert (other.dylu, other.heartbeat_interval, other.num_fragments, other.codec) == (False, 1.0, 2, "int8")
     assert not other.active
     monkeypatch.setenv("DILOCO_SYNC_EVERY", "often")
     with pytest.raises(ConfigError, match=r"\$DILOCO_SYNC_EVERY must be a number, got 'often'"):
@@ -416,6 +416,20 @@ def test_a_successor_that_resumes_continues_its_data_where_its_checkpoint_is(tmp
     assert ended.ids == alone.ids[7:12]
 
 
+def test_samples_of_steps_that_are_lost_with_an_old_checkpoint_come_again(tmp_path: Path) -> None:
+    settings = Settings("sync", 2, 1, sync_every=3, codec="fp32", initial_deadline=0.01, patience=1.0)
+    options = {"per_device_train_batch_size": 1, "max_steps": 30}
+    began, ended = Samples(), Samples()
+    with DiLoCoServer(Regression(), settings=settings, outer_optimizer_factory=sgd, port=0) as server:
+        one = DiLoCoCallback(server.address, worker_id="a")
+        with pytest.raises(RuntimeError, match="of the test"):
+            train(tmp_path / "a", began, one, Crash(at=5), save_steps=4, **options)
+        train(tmp_path / "b", DiLoCoCallback(server.address, worker_id="b"), Stop(at=3), **options)
+        again = DiLoCoCallback(server.address, worker_id="a")
+        train(tmp_path / "a", ended, again, Stop(at=5), resume=True, **options)
+    assert ended.ids[0] == began.ids[3], "its first three steps were submitted, and the fourth is lost"
+
+
 class Other(BaseHTTPRequestHandler):
     """A web server that knows nothing of workers."""
 
@@ -447,7 +461,7 @@ def elsewhere(kind: str) -> Iterator[str]:
     [
         ("closed", ServerLostError, "no answer from the server.*is it running"),
         ("silent", ServerLostError, "no answer from the server.*did not answer within 0.2 s"),
-        ("web", RefusedByServerError, "does not answer like a DiLoCo server; check its address and port"),
+        ("web", RefusedByServerError, "this is not a DiLoCo server \\(it sent text/html\\); give the address and port"),
     ],
 )
 @pytest.mark.parametrize("door", ["trainer", "worker"])
@@ -537,3 +551,15 @@ def test_it_works_in_hugging_faces_own_trainer(tmp_path: Path) -> None:
         assert server.sync_round == 2
     assert_close(trainer.model, alone.model)
     assert [one["diloco/sync_count"] for one in logs.logs] == [0, 0, 1, 1, 1, 2, 2]
+
+
+def test_a_worker_for_which_no_share_is_free_does_not_train_on_the_samples_of_another(tmp_path: Path) -> None:
+    samples = {"per_device_train_batch_size": 1, "max_steps": 4}
+    settings = Settings(codec="fp32", num_workers=1, sync_every=2)
+    with DiLoCoServer(Regression(), settings=settings, port=0) as server, DiLoCoClient(server.address) as client:
+        client.register("first", parameters=dict(Regression().named_parameters()))
+        with pytest.raises(ConfigError, match="all 1 shares of the data are taken, so 'second' would train on"):
+            train(tmp_path / "2", DiLoCoCallback(server.address, worker_id="second"), Samples(), **samples)
+        client.control("kick_worker", {"worker_id": "first"})
+        train(tmp_path / "3", DiLoCoCallback(server.address, worker_id="second"), Samples(), **samples)
+        assert server.sync_round == 2

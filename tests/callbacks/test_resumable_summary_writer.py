@@ -22,6 +22,7 @@ from onstep.callbacks.tb_logger import TBLogger
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
 from tests.support.tracker_files import age, num_files, steps_by_tag
+from tests.support.waiting import PATIENCE
 
 
 class Run:
@@ -287,7 +288,7 @@ def test_importing_it_does_not_import_tensorboard() -> None:
         "import sys; from onstep.callbacks import ResumableSummaryWriter, TBLogger; "
         "TBLogger(ResumableSummaryWriter('x')); assert 'tensorboard' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 class GoesBack(TrainerCallback):

@@ -33,6 +33,7 @@ def kill_again_and_again(runs: Ranks, name: str, *, ranks: int = 1, **settings: 
 
 
 @pytest.mark.parametrize(("writer_first", "own_dirs", "ranks"), [(True, True, 1), (False, False, 1), (False, False, 2)])
+@pytest.mark.slow
 def test_each_step_is_shown_once(runs: Ranks, writer_first: bool, own_dirs: bool, ranks: int) -> None:
     name = f"run-{own_dirs}-{ranks}"
     settings = {"own_dirs": own_dirs, "writer_first": writer_first}

@@ -21,7 +21,7 @@ from onstep.errors import ConfigError
 from onstep.optim import TrainingOptimizer
 from onstep.record import without_wall_clock
 from onstep.training import GlobalState, train
-from onstep.training.runs.signals import ExitWatch
+from onstep.training.runs.exit_watch import ExitWatch
 
 ROW, FORWARD, UPDATE, EVALUATION, CALLBACK, SAVE = 1, 10, 100, 1_000, 10_000, 100_000
 """Seconds that one of each takes; the digits of a sum tell what it is made of."""

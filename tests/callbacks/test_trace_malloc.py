@@ -91,6 +91,7 @@ def test_a_trace_that_somebody_else_started_goes_on(config: ConfigContainer, cap
     assert tracemalloc.is_tracing()
 
 
+@pytest.mark.slow
 def test_where_a_profiler_records_it_makes_no_report_and_the_next_one_has_the_growth_of_both(
     config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

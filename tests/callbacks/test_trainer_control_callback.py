@@ -22,6 +22,7 @@ from onstep.config import ConfigContainer
 from onstep.control.registry import list_infos, read_info, read_token
 from onstep.errors import ConfigError
 from onstep.record import read_records
+from tests.support.waiting import PATIENCE, until
 
 JOB = "job-under-test"
 
@@ -52,21 +53,19 @@ class Driver:
             self._error = error
 
     def check(self) -> None:
-        self.thread.join(20)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
         if self._error is not None:
             raise self._error
 
 
 def connected() -> httpx.Client:
-    deadline = time.monotonic() + 20
-    while (info := read_info(JOB)) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    info = until(lambda: read_info(JOB))
+    assert info is not None
     headers = {"Authorization": f"Bearer {read_token(JOB)}"}
     if info.uds is not None:
-        return httpx.Client(transport=httpx.HTTPTransport(uds=info.uds), base_url=info.endpoint_url, timeout=20)
-    return httpx.Client(base_url=info.endpoint_url, headers=headers, timeout=20, trust_env=False)
+        return httpx.Client(transport=httpx.HTTPTransport(uds=info.uds), base_url=info.endpoint_url, timeout=PATIENCE)
+    return httpx.Client(base_url=info.endpoint_url, headers=headers, timeout=PATIENCE, trust_env=False)
 
 
 def send(client: httpx.Client, command: str, **data: Any) -> dict[str, Any]:
@@ -322,8 +321,7 @@ def test_curves_end_at_the_step_that_a_rollback_went_back_to(steered: Any) -> No
     def talk(client: httpx.Client) -> None:
         send(client, "set", key="log_interval", value=1)
         first = send(client, "save_checkpoint")["result"]["step"]
-        while status(client)["global_step"] < first + 3:
-            time.sleep(0.02)
+        until(lambda: status(client)["global_step"] >= first + 3)
         send(client, "pause")
         assert curve(client, "loss")[-1] > first
         send(client, "rollback", step=first)
@@ -331,8 +329,7 @@ def test_curves_end_at_the_step_that_a_rollback_went_back_to(steered: Any) -> No
         assert max(losses, default=0) <= first
         assert curve(client, "rss_bytes[0]")
         send(client, "resume")
-        while status(client)["global_step"] < first + 2:
-            time.sleep(0.02)
+        until(lambda: status(client)["global_step"] >= first + 2)
         send(client, "pause")
         assert curve(client, "loss") == sorted(set(curve(client, "loss")))
 
@@ -370,8 +367,7 @@ def test_the_feed_has_what_the_metrics_log_has(steered: Any) -> None:
     def talk(client: httpx.Client) -> None:
         send(client, "set", key="log_interval", value=1)
         step = send(client, "status")["step"]
-        while status(client)["global_step"] < step + 5:
-            time.sleep(0.02)
+        until(lambda: status(client)["global_step"] >= step + 5)
         send(client, "pause")
         seen["metrics"] = client.get(f"/jobs/{JOB}/metrics", params={"names": "loss"}).json()
         seen["status"] = status(client)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import subprocess
 import sys
@@ -26,16 +25,13 @@ def transformer(blocks: int) -> list[ParameterSpec]:
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3, 5])
-@pytest.mark.parametrize("shares", [1, 2])
-def test_everything_is_in_one_fragment_and_the_order_of_the_parameters_does_not_matter(
-    fragments: int, shares: int
-) -> None:
+def test_everything_is_in_one_fragment_and_the_order_of_the_parameters_does_not_matter(fragments: int) -> None:
     specs = transformer(12)
-    parts = assign(specs, fragments, shares)
-    assert len(parts) == fragments * shares
+    parts = assign(specs, fragments)
+    assert len(parts) == fragments
     assert sorted(spec.name for part in parts for spec in part) == sorted(spec.name for spec in specs)
     random.Random(1).shuffle(specs)
-    assert assign(specs, fragments, shares) == parts
+    assert assign(specs, fragments) == parts
 
 
 def test_a_block_is_never_divided_and_a_fragment_has_early_and_late_ones() -> None:
@@ -44,15 +40,10 @@ def test_a_block_is_never_divided_and_a_fragment_has_early_and_late_ones() -> No
     assert blocks == [{0, 3, 6, 9}, {1, 4, 7, 10}, {2, 5, 8, 11}]
 
 
-def test_shares_of_a_fragment_are_of_about_one_size() -> None:
-    sizes = [sum(math.prod(spec.shape) for spec in part) for part in assign(transformer(12), 1, 4)]
-    assert max(sizes) < 1.2 * min(sizes)
-
-
-@pytest.mark.parametrize(("fragments", "shares"), [(0, 1), (15, 1), (14, 2)])
-def test_more_parts_than_there_are_blocks_or_parameters_are_refused(fragments: int, shares: int) -> None:
+@pytest.mark.parametrize("fragments", [0, 15])
+def test_more_parts_than_there_are_blocks_and_modules_are_refused(fragments: int) -> None:
     with pytest.raises(ConfigError, match=r"must be (at most|>= 1)"):
-        assign(transformer(12), fragments, shares)
+        assign(transformer(12), fragments)
 
 
 @pytest.mark.parametrize(("every", "fragments"), [(1, 1), (50, 1), (50, 3), (7, 3), (2, 5), (500, 8)])
@@ -60,10 +51,6 @@ def test_every_fragment_is_due_once_a_cycle_and_the_last_at_its_end(every: int, 
     order = [fragment for step in range(1, every + 1) for fragment in due(step, every, fragments)]
     assert order == list(range(fragments))
     assert due(every, every, fragments)[-1] == fragments - 1
-
-
-def test_the_shares_of_a_fragment_are_due_together() -> None:
-    assert [due(step, 4, 2, 3) for step in (1, 2, 3, 4)] == [(), (0, 1, 2), (), (3, 4, 5)]
 
 
 def test_the_simulator_can_use_sizes_and_fragments_without_torch() -> None:

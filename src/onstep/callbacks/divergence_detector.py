@@ -60,6 +60,8 @@ class DivergenceDetector(TrainerCallback):
     Source: Brown 1956, "Exponential Smoothing for Predicting Demand" (the smoothing).
     """
 
+    reads_weights = False
+
     settable: ClassVar = {
         "threshold": Setting(float, 0, "How far the smoothed metric may be above its best"),
         "patience": Setting(int, 1, "Observations in a row beyond the threshold that count as divergence"),

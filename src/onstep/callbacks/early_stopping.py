@@ -41,6 +41,8 @@ class EarlyStopping(TrainerCallback):
         ConfigError: for an invalid value, and at an evaluation without the metric.
     """
 
+    reads_weights = False
+
     settable: ClassVar = {
         "patience": Setting(int, 1, "Evaluations in a row without improvement that stop training"),
         "min_delta": Setting(float, 0, "Minimum change that counts as an improvement"),
@@ -174,6 +176,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     Raises:
         ConfigError: when training starts without `metric_for_best_model` or without evaluations.
     """
+
+    reads_weights = False
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
         if early_stopping_patience < 0:

@@ -39,6 +39,8 @@ class GradNormLogger(TrainerCallback):
     observed; the callback warns and records nothing.
     """
 
+    reads_weights = False
+
     def __init__(self) -> None:
         self._writer = JsonLogWriter("gradient_norms.json")
         self._missing = MissingOnce(self.name)
@@ -92,7 +94,7 @@ class GradNormLogger(TrainerCallback):
             text = "gradient norms of step %d were captured on %d ranks; dropped"
             logger.warning(text, captured.step, captured.num_ranks)
             return
-        norms = full_norms(captured.norms, model)
+        norms = full_norms(captured.norms, model, are_of_gradients=True)
         if norms and state.is_world_process_zero:
             self._writer.reopen(directory)
             if self._writer.last_step != state.global_step:

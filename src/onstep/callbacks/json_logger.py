@@ -57,6 +57,7 @@ class JsonLogger(TrainerCallback):
         **kwargs: Anything to record about the experiment when training starts.
     """
 
+    reads_weights = False
     ranks = "main"
 
     def __init__(self, **kwargs: object) -> None:

@@ -22,6 +22,7 @@ class LearningRateMonitor(TrainerCallback):
         log_weight_decay: Also log ``weight_decay/<group>``.
     """
 
+    reads_weights = False
     ranks = "main"
 
     def __init__(self, log_momentum: bool = False, log_weight_decay: bool = False) -> None:

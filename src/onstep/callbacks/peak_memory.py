@@ -79,6 +79,8 @@ class PeakMemory(TrainerCallback):
         max_allocated: peak bytes allocated on this rank since training last began.
     """
 
+    reads_weights = False
+
     summary_writer: Any = None
     show_details: bool = False
     do_log: bool = False
@@ -180,6 +182,8 @@ class TraceMalloc(TrainerCallback):
         ConfigError: if `top_k` is not an integer >= 1.
         MissingExtraError: when training begins, if psutil is missing with `monitor_system_memory`.
     """
+
+    reads_weights = False
 
     ranks = "main"
     top_k: int = 10

@@ -52,6 +52,7 @@ class ProfilerCallback(TrainerCallback):
             is active.
     """
 
+    reads_weights = False
     is_profiler = True
     """Makes a run reject `profiling.use_pytorch_profiler` in combination with this callback."""
 

@@ -94,6 +94,7 @@ class TBLogger(TrainerCallback):
         TypeError: for an invalid scalar, or a writer without `add_scalar`.
     """
 
+    reads_weights = False
     ranks = "main"
 
     def __init__(

@@ -40,6 +40,7 @@ class DefaultMetrics(TrainerCallback):
             for one A100, 989e12 for one H100 SXM); None omits `mfu`. Set it before the callback is registered.
     """
 
+    reads_weights = False
     ranks = "main"
     needs_onstep = "it reports tokens and memory that only Onstep's loop counts"
 
@@ -138,6 +139,7 @@ class ThroughputMonitor(Callback):
         ConfigError: if the peak is not positive.
     """
 
+    reads_weights = False
     ranks = "main"
 
     def __init__(self, peak_flops_per_device: float | None = None, breakdown: bool = True) -> None:

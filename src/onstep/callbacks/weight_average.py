@@ -13,11 +13,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from onstep.checkpoint import SharingPattern, StateComponent
 from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from, is_number
-from onstep.distributed.boxes import laid_out_like
 from onstep.distributed.exchanges import sharded_modules
-from onstep.distributed.shards import held_part, is_sharded
+from onstep.distributed.shards import held_part, is_in_shards
 from onstep.errors import require, warn_once
 from onstep.events import Control, RunState, TrainerCallback
+from onstep.events.context import plain_name
 from onstep.train_state import StateDict
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ class _Averaging(TrainerCallback):
         why = "it calls no callback before an evaluation, which would use the weights; with evaluate=False it works"
         return why if self.evaluate else None
 
-    def state_components(self) -> list[StateComponent]:
+    def state_components(self, model: nn.Module) -> list[StateComponent]:
         """The averages, which every checkpoint holds once for all ranks; those of a model in shards are in shards."""
         key = f"average_{type(self).__name__.lower()}"
-        pattern = SharingPattern.SHARDED if is_sharded(self.averages.values()) else SharingPattern.REPLICATED
-        return [StateComponent(key, self._averages, pattern, required=False)]
+        pattern = SharingPattern.SHARDED if is_in_shards(model) else SharingPattern.REPLICATED
+        return [StateComponent(key, _AveragesOf(model, self._averages), pattern, required=False)]
 
     def on_train_begin(
         self, args: TrainingArguments, state: RunState, control: Control, model: object = None, **kwargs: object
@@ -232,25 +232,47 @@ class _Averages:
             weights = _trainable(model)
             torch._foreach_copy_(_held(weights), self._of(weights))
 
-    def state_dict(self) -> StateDict:
-        """The averages by name, and their count."""
-        return {"averages": dict(self.by_name), "count": self.count}
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue with these."""
-        self.by_name, self.count = dict(state_dict["averages"]), int(state_dict["count"])
+    def set_to(self, by_name: Mapping[str, Tensor], count: int) -> None:
+        """Continue with these, which a checkpoint has."""
+        self.by_name, self.count = dict(by_name), count
         self._weights, self.is_loaded = [], True
 
     def _of(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
         """What this rank holds of the averages, in the order of the weights, and on their devices."""
         for name, weight in weights.items():
-            average = self.by_name[name]
-            if average.device != weight.device:
-                average = average.to(weight.device)
-            if is_sharded([weight]) and not is_sharded([average]):  # a checkpoint gives them whole
-                average = laid_out_like(average, weight)
-            self.by_name[name] = average
+            if self.by_name[name].device != weight.device:
+                self.by_name[name] = self.by_name[name].to(weight.device)
         return [held_part(self.by_name[name]) for name in weights]
+
+
+class _AveragesOf:
+    """The state of a model's averages in a checkpoint: by the names of its weights, without those of wrappers.
+
+    Args:
+        model: the model, whose layout the averages have.
+        averages: what is saved and loaded.
+    """
+
+    def __init__(self, model: nn.Module, averages: _Averages) -> None:
+        self._weights = {plain_name(name): weight for name, weight in model.named_parameters()}
+        self._averages = averages
+
+    def state_dict(self) -> StateDict:
+        """The averages by name, and their count."""
+        return {"averages": dict(self._averages.by_name), "count": self._averages.count}
+
+    def destinations(self, outline: StateDict) -> StateDict:
+        """New tensors for the averages, laid out as the weights: a rank reads the part that it holds."""
+        found = {plain_name(name): average for name, average in outline["averages"].items()}
+        for name, weight in self._weights.items():
+            if name in found:
+                found[name] = torch.empty_like(weight.detach(), dtype=found[name].dtype)
+        return {**outline, "averages": found}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue with these."""
+        found = {plain_name(name): average for name, average in state_dict["averages"].items()}
+        self._averages.set_to(found, int(state_dict["count"]))
 
 
 def _held(weights: Mapping[str, Tensor]) -> list[Tensor]:
@@ -261,4 +283,4 @@ def _held(weights: Mapping[str, Tensor]) -> list[Tensor]:
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     for module in sharded_modules(model):
         module.reshard()  # an evaluation leaves what it has gathered
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    return {plain_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}

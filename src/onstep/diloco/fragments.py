@@ -17,27 +17,20 @@ _BLOCK = re.compile(r"^(.*?(?:^|\.)\d+)(?:\.|$)")
 """The path of a block: up to and with the first number of a name, as in `model.layers.3.mlp.weight`."""
 
 
-def assign(
-    specs: Sequence[ParameterSpec], num_fragments: int, num_shares: int = 1
-) -> tuple[tuple[ParameterSpec, ...], ...]:
+def assign(specs: Sequence[ParameterSpec], num_fragments: int) -> tuple[tuple[ParameterSpec, ...], ...]:
     """The parameters of each fragment, sorted by name; the same for the same parameters in any order.
 
     Blocks are dealt out in turn, so that a fragment has early and late ones; then each remaining module (embedding,
-    final norm, head) goes to the fragment with the fewest bytes. With several shares, which are the parts of several
-    servers, entry `f * num_shares + s` is share `s` of fragment `f`: its parameters are dealt out by size.
+    final norm, head) goes to the fragment with the fewest bytes.
 
     Raises:
-        ConfigError: if there are fewer blocks and modules than fragments, or fewer parameters in one than shares.
+        ConfigError: if there are fewer blocks and modules than fragments.
     """
     require(num_fragments >= 1, "num_fragments", ">= 1", num_fragments, "; 1 submits all parameters together.")
     units = _units(specs)
     rule = f"at most {len(units)}, the number of blocks and modules of this model"
     require(num_fragments <= len(units), "num_fragments", rule, num_fragments)
-    if num_fragments == 1:
-        fragments = [list(specs)]
-    else:
-        fragments = _dealt(units, num_fragments)
-    return tuple(share for fragment in fragments for share in _shares(fragment, num_shares))
+    return tuple(tuple(sorted(one, key=lambda spec: spec.name)) for one in _dealt(units, num_fragments))
 
 
 def _units(specs: Iterable[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
@@ -69,24 +62,13 @@ def _depth(unit: str) -> tuple[str, int]:
     return path, int(number)
 
 
-def _shares(fragment: list[ParameterSpec], num_shares: int) -> list[tuple[ParameterSpec, ...]]:
-    require(num_shares >= 1, "num_shares", ">= 1", num_shares)
-    rule = f"at most {len(fragment)}, the number of parameters in the smallest fragment"
-    require(num_shares <= len(fragment), "the number of servers", rule, num_shares)
-    shares: list[list[ParameterSpec]] = [[] for _ in range(num_shares)]
-    for spec in sorted(fragment, key=lambda spec: (-_size([spec]), spec.name)):
-        min(shares, key=lambda share: (bool(share), _size(share))).append(spec)
-    return [tuple(sorted(share, key=lambda spec: spec.name)) for share in shares]
-
-
 def _size(specs: Sequence[ParameterSpec]) -> int:
     return sum(math.prod(spec.shape) for spec in specs)
 
 
-def due(step: int, sync_every: int, num_fragments: int, num_shares: int = 1) -> tuple[int, ...]:
+def due(step: int, sync_every: int, num_fragments: int) -> tuple[int, ...]:
     """The fragments to submit after a local step, counted from 1 in each cycle of `sync_every` steps.
 
-    Each fragment is due once a cycle, at even distances, the last at its end. Shares of a fragment are due together.
+    Each fragment is due once a cycle, at even distances, the last at its end.
     """
-    slots = [k for k in range(num_fragments) if -(-(k + 1) * sync_every // num_fragments) == step]
-    return tuple(slot * num_shares + share for slot in slots for share in range(num_shares))
+    return tuple(k for k in range(num_fragments) if -(-(k + 1) * sync_every // num_fragments) == step)

@@ -15,6 +15,13 @@ OuterFactory = Callable[[list[Tensor]], Optimizer]
 """Makes the outer optimizer of some parameters; called once for each fragment."""
 
 LEARNING_RATE, MOMENTUM = 0.7, 0.9
+MOST_LEARNING_RATE = 10.0
+"""Ten times what any published run of DiLoCo uses; a rate far above 1 leaves the workers' models behind for good."""
+
+
+def sgd(lr: float = LEARNING_RATE, momentum: float = MOMENTUM) -> OuterFactory:
+    """A factory of SGD, with Nesterov momentum unless it is 0."""
+    return lambda parameters: SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
 def nesterov_sgd(parameters: list[Tensor]) -> Optimizer:
@@ -22,7 +29,19 @@ def nesterov_sgd(parameters: list[Tensor]) -> Optimizer:
 
     Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", section 3.1.
     """
-    return SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM, nesterov=True)
+    return sgd()(parameters)
+
+
+def default_momentum(mode: str, num_workers: int) -> float:
+    """Momentum 0.9 for rounds, and less for asynchronous workers, whose old submissions act as momentum.
+
+    `n` workers that do not wait for each other have a momentum of `1 - 1 / n` without any. So `mu` gives the effect of
+    0.9 if `(1 - mu) / n = 1 - 0.9`; from 10 workers on, none is left to add.
+
+    Source: Mitliagkas et al. 2016, "Asynchrony begets Momentum,
+    with an Application to Deep Learning".
+    """
+    return MOMENTUM if mode == "sync" else max(0.0, round(1.0 - num_workers * (1.0 - MOMENTUM), 6))
 
 
 class DelayedNesterov(Optimizer):
@@ -84,8 +103,13 @@ class DelayedNesterov(Optimizer):
             parameter.add_(state["momentum_buffer"], alpha=-group["lr"] * share * group["momentum"])
 
 
-def delayed(factory: OuterFactory, buffer_size: int) -> OuterFactory:
+def delayed(factory: OuterFactory, buffer_size: int | None, num_workers: int = 1) -> OuterFactory:
     """A factory of `DelayedNesterov` with the learning rate and momentum of another factory's SGD.
+
+    Args:
+        factory: makes the other optimizer.
+        buffer_size: N; None for the number of workers, if the other is SGD, and else the other optimizer itself.
+        num_workers: expected by the server.
 
     Raises:
         ConfigError: when it is called, if the other makes anything but SGD.
@@ -93,15 +117,58 @@ def delayed(factory: OuterFactory, buffer_size: int) -> OuterFactory:
 
     def make(parameters: list[Tensor]) -> Optimizer:
         plain = factory(parameters)
+        if type(plain) is not SGD and buffer_size is None:
+            return plain
         if type(plain) is not SGD:
             raise ConfigError(
                 f"dn_buffer_size requires an outer optimizer that is torch.optim.SGD, whose lr and momentum it uses, "
                 f"got {type(plain).__name__}; pass dn_buffer_size=0 for one step of it at each submission."
             )
         group = plain.param_groups[0]
-        return DelayedNesterov(parameters, float(group["lr"]), float(group["momentum"]), buffer_size)
+        return DelayedNesterov(parameters, float(group["lr"]), float(group["momentum"]), buffer_size or num_workers)
 
     return make
+
+
+def check_rates(optimizer: Optimizer) -> None:
+    """Check the learning rates and momenta of an outer optimizer.
+
+    Raises:
+        ConfigError: for one out of range.
+    """
+    for group in optimizer.param_groups:
+        _check(
+            group.get("lr"),
+            group.get("momentum"),
+            "; give another with --outer-lr or --outer-momentum, for a saved run with --change-settings.",
+        )
+
+
+def nesterov_rates(optimizer: Optimizer) -> tuple[float, float]:
+    """Learning rate and momentum of SGD with Nesterov momentum or none, whose steps eager workers repeat.
+
+    Raises:
+        ConfigError: for any other optimizer.
+    """
+    group = optimizer.param_groups[0]
+    is_plain = (
+        type(optimizer) is SGD and len(optimizer.param_groups) == 1 and (group["nesterov"] or not group["momentum"])
+    )
+    if not is_plain or group["weight_decay"] or group["dampening"] or group["maximize"]:
+        raise ConfigError(
+            f"eager requires an outer optimizer that is torch.optim.SGD with Nesterov momentum or none, and without "
+            f"weight decay, got {type(optimizer).__name__}; pass eager=False (drop --eager)."
+        )
+    return float(group["lr"]), float(group["momentum"])
+
+
+def follow_workers(optimizer: Optimizer, before: int, now: int) -> None:
+    """Let the asynchronous values that are the defaults of a number of workers be those of another number."""
+    for group in optimizer.param_groups:
+        if group.get("buffer_size") == before:
+            group["buffer_size"] = now
+            if group["momentum"] == default_momentum("async", before):
+                group["momentum"] = default_momentum("async", now)
 
 
 def set_rate(optimizer: Optimizer, lr: float | None = None, momentum: float | None = None) -> None:
@@ -110,11 +177,15 @@ def set_rate(optimizer: Optimizer, lr: float | None = None, momentum: float | No
     Raises:
         ConfigError: for a value out of range, or a momentum that the optimizer does not have.
     """
-    if lr is not None:
-        require(0.0 <= lr < float("inf"), "lr", "a finite number >= 0", lr)
-    if momentum is not None:
-        require(0.0 <= momentum < 1.0, "momentum", "in [0, 1)", momentum)
-        if any("momentum" not in group for group in optimizer.param_groups):
-            raise ConfigError(f"momentum cannot be set: {type(optimizer).__name__} has none; set lr only.")
+    _check(lr, momentum)
+    if momentum is not None and any("momentum" not in group for group in optimizer.param_groups):
+        raise ConfigError(f"momentum cannot be set: {type(optimizer).__name__} has none; set lr only.")
     for group in optimizer.param_groups:
         group.update({key: value for key, value in (("lr", lr), ("momentum", momentum)) if value is not None})
+
+
+def _check(lr: Any, momentum: Any, remedy: str = ".") -> None:
+    if lr is not None:
+        require(0.0 <= lr <= MOST_LEARNING_RATE, "the outer lr", f"from 0 to {MOST_LEARNING_RATE:g}", lr, remedy)
+    if momentum is not None:
+        require(0.0 <= momentum < 1.0, "the outer momentum", "in [0, 1)", momentum, remedy)

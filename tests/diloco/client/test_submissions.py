@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from onstep.diloco.client import DiLoCoClient, RefusedByServerError, ServerLostError, SubmissionDroppedError
-from onstep.diloco.client.connection import Body
-from onstep.diloco.client.servers import Servers
+from onstep.diloco.client.connection import Body, Connection
 from onstep.diloco.codec.specs import InvalidTensorsError
 from onstep.diloco.protocol.messages import Ready, Reply, Request, Settings
 from onstep.diloco.server import DiLoCoServer
 from onstep.errors import ConfigError
 from tests.diloco.worker.crew import in_threads, sgd
+from tests.support.waiting import PATIENCE, until
 
 TWO = {"num_workers": 2, "min_workers": 2, "heartbeat_timeout": 0.0}
 
@@ -61,6 +61,14 @@ def connect() -> Iterator[Callable[..., DiLoCoClient]]:
 Connect = Callable[..., Any]
 
 
+@contextmanager
+def short(client: DiLoCoClient) -> Iterator[None]:
+    """Calls that give up what another worker has to come for."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(client, "timeout", 0.3)
+        yield
+
+
 def arrived(client: DiLoCoClient) -> list[str]:
     found: list[str] = client.get_status()["rounds"][0]["arrived"]
     return found
@@ -72,12 +80,11 @@ def test_a_submission_that_a_killed_server_had_accepted_is_sent_again(connect: C
     one, two = connect(first, "a"), connect(first, "b")
 
     def submit_later() -> Any:
-        while arrived(two) != ["a"]:
-            time.sleep(0.01)
+        until(lambda: arrived(two) == ["a"])
         first.stop()
         with serve(output_dir=tmp_path, port=first.port, **TWO) as second:
             result = two.submit_pseudogradients("b", differences(2.0))
-            ended.wait(20)
+            ended.wait(PATIENCE)
             assert two.get_status()["counts"]["contributions"] == 2
             assert second.sync_round == 1
             return result
@@ -95,29 +102,30 @@ def test_a_submission_that_a_killed_server_had_accepted_is_sent_again(connect: C
 
 def test_the_same_call_after_a_timeout_goes_on_with_the_submission(connect: Connect) -> None:
     with serve(**TWO) as server:
-        one, two = connect(server, "a", timeout=0.3), connect(server, "b")
-        for _ in range(2):
-            with pytest.raises(ServerLostError, match="the same call again continues it"):
-                one.submit_pseudogradients("a", differences(1.0))
+        one, two = connect(server, "a"), connect(server, "b")
+        with short(one):
+            for _ in range(2):
+                with pytest.raises(ServerLostError, match="the same call again continues it"):
+                    one.submit_pseudogradients("a", differences(1.0))
         with pytest.raises(ConfigError, match="call again with exactly its pseudo-gradients"):
             one.submit_pseudogradients("a", differences(3.0))
         assert is_all(two.submit_pseudogradients("b", differences(2.0)), -1.5)
         assert is_all(one.submit_pseudogradients("a", differences(1.0)), -1.5)
         assert two.get_status()["counts"]["contributions"] == 2
-        with pytest.raises(ServerLostError):  # of the next round
+        with short(one), pytest.raises(ServerLostError):  # of the next round
             one.submit_pseudogradients("a", differences(1.0))
         assert arrived(two) == ["a"]
 
 
 def test_what_was_settled_of_a_call_that_timed_out_is_not_submitted_again(connect: Connect) -> None:
     with serve(num_fragments=2, **TWO) as server:
-        one, two = connect(server, "a", timeout=0.3), connect(server, "b")
-        with pytest.raises(ServerLostError):
+        one, two = connect(server, "a"), connect(server, "b")
+        with short(one), pytest.raises(ServerLostError):
             one.submit_pseudogradients("a", differences(1.0))
         for fragment in range(2):
             two.submit_fragment_pseudogradients("b", fragment, differences(2.0))
             if fragment == 0:
-                with pytest.raises(ServerLostError):
+                with short(one), pytest.raises(ServerLostError):
                     one.submit_pseudogradients("a", differences(1.0))
         assert is_all(one.submit_pseudogradients("a", differences(1.0)), -1.5)
         assert two.get_status()["counts"]["accepted"] == two.get_status()["counts"]["contributions"] == 4
@@ -134,7 +142,7 @@ def test_a_dropped_submission_is_an_error_with_the_newest_parameters(connect: Co
         assert is_all(slow.submit_pseudogradients("slow", differences(1.0)), -2.0)
 
 
-class GarblingServers(Servers):
+class GarblingConnection(Connection):
     """Passes on the next versions with a wrong bit."""
 
     num_wrong = 0
@@ -142,18 +150,18 @@ class GarblingServers(Servers):
     def send(self, request: Request, body: Body = b"") -> tuple[Reply, memoryview]:
         reply, received = super().send(request, body)
         if isinstance(reply, Ready) and self.num_wrong:
-            GarblingServers.num_wrong -= 1
+            GarblingConnection.num_wrong -= 1
             received[-1] ^= 1
         return reply, received
 
 
 def test_a_version_with_another_hash_is_fetched_again(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onstep.diloco.client.client.Servers", GarblingServers)
+    monkeypatch.setattr("onstep.diloco.client.client.Connection", GarblingConnection)
     with serve(num_workers=1, min_workers=1) as server:
         client = connect(server, "a")
-        GarblingServers.num_wrong = 2
+        GarblingConnection.num_wrong = 2
         assert is_all(client.submit_pseudogradients("a", differences(1.0)), -1.0)
-        GarblingServers.num_wrong = 4
+        GarblingConnection.num_wrong = 4
         with pytest.raises(InvalidTensorsError, match="another hash than the server's"):
             client.submit_pseudogradients("a", differences(2.0))
         assert is_all(client.submit_pseudogradients("a", differences(2.0)), -3.0)

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from tests.support.diloco.fault_modes import MODES, SYNC, Mode
-from tests.support.diloco.fault_run import JOBS, FaultRun, minority_is_left
+from tests.support.diloco.fault_run import JOBS, FaultRun, minority_is_left, server_is_away
 from tests.support.diloco.fault_scenarios import (
     ALL,
     OF_ROUNDS,
@@ -92,6 +92,21 @@ def test_what_nobody_counted_since_a_checkpoint_is_continued(at_work: Processes,
     assert counts["restored progress kept"] == 1
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.slow
+def test_after_an_outage_of_the_server_every_step_of_all_workers_counts_once(
+    mode: str, at_work: Processes, tmp_path: Path
+) -> None:
+    run = FaultRun(at_work, tmp_path / "run", MODES[mode], bound=1.0)
+    try:
+        counts = server_is_away(run, num_steps=5)
+    finally:
+        run.close()
+    assert counts["steps_counted"] > 0
+    assert mode == "sync" or not counts["means after an outage"]
+
+
+@pytest.mark.slow
 def test_a_minority_never_commits_and_those_cut_off_train_on(at_work: Processes, tmp_path: Path) -> None:
     run = FaultRun(at_work, tmp_path / "run")
     try:
@@ -154,6 +169,17 @@ def test_every_checkpoint_with_a_pending_submission(
 ) -> None:
     counts = restored_while_pending(loss, MODES[mode], at_work, tmp_path / "run")
     note(totals[mode], counts + Counter({f"faults: restored after {loss}": 1}), record_property)
+
+
+STORM = {"kill worker": 12, "kill server": 8, "silent line": 10, "absence": 5, "leave": 5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "seed"), [(mode, 100 + seed) for seed, mode in enumerate((*MODES, "sync"))])
+def test_a_storm_of_kills_silent_lines_absences_joins_and_leaves(
+    mode: str, seed: int, at_work: Processes, tmp_path: Path, totals: Totals, record_property: Count
+) -> None:
+    note(totals[mode], run_storm(seed, STORM, MODES[mode], at_work, tmp_path / "run"), record_property)
 
 
 @pytest.mark.slow

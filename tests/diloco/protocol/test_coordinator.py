@@ -73,11 +73,11 @@ def test_a_late_submission_joins_the_next_round_with_less_weight() -> None:
     run.round(0, "a", "b")
     run.wait(THREE.initial_deadline)
     assert run.coordinator.versions == (1,)
-    assert run.submit("c", 0, 0, tokens=30) == Accepted(2)
+    assert run.submit("c", 0, 0, tokens=80) == Accepted(2)
     run.submit("a", 1, 1)
     run.submit("b", 1, 1)
     (closed,) = run.commit()
-    assert weights(closed) == {"a": 10, "b": 10, "c": 15}
+    assert weights(closed) == {"a": 10, "b": 10, "c": 5}  # no more than the mean of the others, and half of it
     assert run.coordinator.counts["late"] == 1
     assert run.ask("c", sequence=0) == Ready(0, 2, "full", "fp32", "digest2", 3)
 
@@ -89,7 +89,7 @@ def test_a_submission_later_than_the_greatest_staleness_is_dropped_and_counted_o
     run.round(1, "a", "b")
     run.wait(100.0)
     assert run.coordinator.versions == (2,)
-    assert run.submit("c", 0, 0) == Dropped("2 versions late, max_staleness is 1", 2)
+    assert run.submit("c", 0, 0) == Dropped("2 versions late, max_staleness is 1", 2, is_anew=True)
     assert isinstance(run.submit("c", 0, 0), Dropped)
     assert run.coordinator.counts["dropped"] == 1
     assert run.ask("c", sequence=0) == NotYet(2, is_pending=False)

@@ -29,7 +29,8 @@ def test_the_state_to_persist_with_a_round_is_the_state_once_it_is_committed() -
     assert run.coordinator.state_dict() == before
     run.coordinator.committed(closed, "digest", run.now)
     assert run.coordinator.state_dict() == after
-    assert after["counts"] == {"joins": 3, "accepted": 3, "commits": 1, "complete_rounds": 1, "contributions": 3}
+    counts = {"joins": 3, "accepted": 3, "commits": 1, "complete_rounds": 1, "contributions": 3, "steps": 30}
+    assert after["counts"] == counts
 
 
 def test_a_round_that_was_not_committed_is_not_counted_as_one() -> None:
@@ -74,9 +75,9 @@ def test_a_dropped_submission_stays_dropped() -> None:
     run = joined("a", "b", "c", settings=dataclasses.replace(THREE, max_staleness=0))
     run.round(0, "a", "b")
     run.wait(THREE.initial_deadline)
-    assert run.submit("c") == Dropped("1 versions late, max_staleness is 0", 1)
+    assert run.submit("c") == Dropped("1 versions late, max_staleness is 0", 1, is_anew=True)
     restarted = SteppedRun(THREE, state=through_json(run.coordinator.state_dict()))
-    assert restarted.submit("c") == Dropped("dropped before", 1)
+    assert restarted.submit("c") == Dropped("dropped before", 1, is_anew=True)
     assert restarted.arrived() == []
 
 

@@ -12,6 +12,7 @@ from onstep.diloco.protocol.messages import (
     Await,
     Beat,
     Deregister,
+    Dropped,
     Heartbeat,
     Left,
     ParameterSpec,
@@ -133,7 +134,11 @@ def test_the_share_of_one_who_is_gone_is_given_to_a_newcomer_from_where_it_ended
     (newcomer,) = run.join("d")
     assert (newcomer.slot, newcomer.slot_steps) == (1, 40)
     (back,) = run.join("b", session="s2")
-    assert back.slot not in (-1, newcomer.slot)
+    assert not back.has_share  # all three are taken
+    run.coordinator.handle(Deregister("c", "s1"), run.now)
+    run.coordinator.handle(Deregister("b", "s2"), run.now)
+    (back,) = run.join("b", session="s3")
+    assert (back.slot, back.has_share) == (2, True)
 
 
 def test_a_newcomer_gets_the_share_of_one_who_left_before_that_of_one_who_may_come_back() -> None:
@@ -156,7 +161,8 @@ def test_an_evicted_session_keeps_its_share_unless_it_was_given_away() -> None:
     run.coordinator.handle(Deregister("c", "s1"), run.now)
     (back,) = run.join("a")
     assert (back.slot, back.slot_steps) == (2, 0)
-    run.submit("a", steps=7)
+    assert isinstance(run.submit("a", steps=7), Dropped)  # of samples that d has
+    run.submit("a", 1, steps=7)
     (again,) = run.join("a", session="s2")
     assert (again.slot, again.slot_steps) == (2, 7)
 
@@ -242,7 +248,7 @@ def test_the_steps_of_a_lost_submission_are_those_of_the_share_that_they_were_no
     (again,) = run.join("a", session="s2", resumes_at=1)
     assert (again.slot, again.slot_steps) == (1, 10)
     (other,) = run.join("c", session="s2")
-    assert (other.slot, other.slot_steps) == (0, 10)
+    assert (other.slot, other.slot_steps) == (0, 17)  # c may train on what follows
 
 
 def test_data_that_another_worker_has_used_since_a_lost_submission_stays_used() -> None:
@@ -274,6 +280,32 @@ def test_steps_are_noted_once_for_all_fragments() -> None:
     run.submit("a", fragment=0, steps=7)
     (again,) = run.join("a", session="s2")
     assert again.slot_steps == 7
+
+
+@pytest.mark.parametrize("is_used_since", [False, True])
+def test_steps_that_were_held_back_are_noted_once_when_they_come_again(is_used_since: bool) -> None:
+    run = joined("a", "b", "c")
+    run.submit_each("a", "b")
+    run.submit("c", steps=7)
+    (closed,) = run.coordinator.take_closed()
+    if is_used_since:  # by another worker, which was given the share
+        run.coordinator.evict("c", run.now)
+        assert run.join("d")[0].slot_steps == 7
+    left = run.coordinator.hold_back(closed, {2: "far"})
+    run.coordinator.committed(left, "digest", run.now)
+    assert run.join("c", "d")[is_used_since].slot_steps == (7 if is_used_since else 0)
+    if not is_used_since:
+        assert run.submit("c", 1, 0, steps=17) == Accepted(2)
+        assert run.join("c")[0].slot_steps == 17
+        run.coordinator.handle(Heartbeat("c", "s1", 0.0, 19), run.now)
+        assert run.coordinator.open_steps("c") == 2
+
+
+def test_a_run_that_an_older_version_has_saved_has_its_workers_register_again() -> None:
+    state = joined("a").coordinator.state_dict() | {"protocol_version": 1}
+    run = SteppedRun(state=state)
+    assert refusal(run, Await("a", "s1", 0, 0)) == (404, "unknown_worker")
+    assert refusal(run, Register("a", "s1", "model", protocol_version=1)) == (422, "protocol")
 
 
 def test_a_registration_with_another_model_protocol_or_division_is_refused() -> None:

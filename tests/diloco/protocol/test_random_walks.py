@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.support.diloco.sample_walk import Dangers, Walk
 SYNC = Settings(num_workers=4, min_workers=3, sync_every=3, heartbeat_timeout=45.0, initial_deadline=60.0)
 FEW = Settings(num_workers=3, min_workers=1, sync_every=3, heartbeat_timeout=0.0, max_staleness=2, initial_deadline=5.0)
 STRICT = Settings(num_workers=3, min_workers=2, sync_every=3, heartbeat_timeout=30.0, max_staleness=0)
-ASYNC = Settings(mode="async", num_workers=4, min_workers=1, sync_every=3)
+ASYNC = Settings(mode="async", num_workers=4, min_workers=1, sync_every=3, max_staleness=1000)
 MODES = {"sync": SYNC, "few": FEW, "strict": STRICT, "async": ASYNC}
 
 
@@ -50,6 +51,19 @@ def walked(seed: int, mode: str, dangers: Dangers, seconds: float) -> Walk:
 @pytest.mark.parametrize("mode", MODES)
 def test_whatever_goes_wrong_nothing_counts_twice_and_everybody_continues(mode: str, seed: int) -> None:
     walked(seed, mode, Dangers(), 1000.0)
+
+
+@pytest.mark.parametrize("mode", ["sync", "few", "async"])
+def test_with_more_workers_than_shares_each_sample_still_counts_once(mode: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(3):
+        walk = Walk(seed, replace(MODES[mode], heartbeat_timeout=20.0), Dangers(), spare=2)
+        walk.run(1500.0)
+        check(walk)
+        assert walk.committed
+        seen += walk.seen
+    assert seen["found no share"]
+    assert seen["got another share"]
 
 
 def test_without_deaths_and_drops_no_work_is_lost() -> None:

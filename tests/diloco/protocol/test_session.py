@@ -24,7 +24,7 @@ from onstep.diloco.protocol.messages import (
     Request,
     Submit,
 )
-from onstep.diloco.protocol.session import (
+from onstep.diloco.protocol.operations import (
     Answer,
     Delivery,
     Lost,
@@ -32,8 +32,8 @@ from onstep.diloco.protocol.session import (
     RefusedByServerError,
     Send,
     ServerLostError,
-    WorkerSession,
 )
+from onstep.diloco.protocol.session import WorkerSession
 from tests.support.diloco.stepped_run import THREE, SteppedRun
 
 Fault = Callable[[Request], Outcome]
@@ -179,6 +179,22 @@ def test_a_round_that_lasts_longer_than_the_bound_has_its_result_later() -> None
     assert kinds(driver).count(Submit) == 1
 
 
+def test_a_worker_that_waits_says_for_what_by_the_last_answer_and_for_the_server_without_one() -> None:
+    driver, session = joined()
+    driver.run.join("b")
+    begin(session)
+    with not_in_time():
+        driver(session.result(0, 30.0))
+    assert session.awaits == "version 1"
+    again = session.result(0, 30.0)
+    again.send(None)
+    assert session.awaits == "the server's answer"
+    driver.faults = iter([None, *[lost] * 100])
+    with not_in_time("connection refused"):
+        driver(session.result(0, 30.0))
+    assert session.awaits == "the server's answer"
+
+
 def test_a_submission_that_the_server_lost_is_sent_again() -> None:
     driver, session = joined()
     driver.run.join("b")
@@ -210,7 +226,7 @@ def test_a_dropped_submission_is_over() -> None:
     driver.run.round(0, "b", "c")
     driver.run.wait(THREE.initial_deadline)
     begin(session)
-    assert driver(session.result(0, 10.0)) == Dropped("1 versions late, max_staleness is 0", 1)
+    assert driver(session.result(0, 10.0)) == Dropped("1 versions late, max_staleness is 0", 1, is_anew=True)
     assert session.pending(0) is None
 
 

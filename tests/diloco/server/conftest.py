@@ -14,6 +14,7 @@ from onstep.diloco.client import DiLoCoClient
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server import DiLoCoServer
 from tests.support.diloco.raw_worker import RawWorker
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def worker(parameters: dict[str, Tensor]) -> Iterator[Callable[..., RawWorker]]:
 
         def make(server: DiLoCoServer, worker_id: str = "a", model: dict[str, Tensor] | None = None) -> RawWorker:
             client = stack.enter_context(
-                DiLoCoClient(server.address, timeout=30.0, max_retries=0, token=server.token or "")
+                DiLoCoClient(server.address, timeout=PATIENCE, max_retries=0, token=server.token or "")
             )
             return RawWorker(client, worker_id, parameters if model is None else model)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from onstep.diloco.client import DiLoCoClient, RefusedByServerError, ServerLostError
 from onstep.diloco.client.connection import url_of
-from onstep.diloco.protocol.messages import Accepted, Refused, Settings
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.wire.tokens import find_token, keep_token, own_address_towards, token_path
 from onstep.errors import ConfigError
@@ -182,80 +181,3 @@ def test_something_else_than_a_server_is_said_to_be_that() -> None:
         finally:
             page.shutdown()
             thread.join()
-
-
-@pytest.fixture
-def shared(serve: Serve) -> list[DiLoCoServer]:
-    """Three servers that share the parameters, with one worker each."""
-    return [serve(share=(number, 3), settings=Settings(heartbeat_timeout=0.0)) for number in range(3)]
-
-
-def test_several_servers_train_as_one_does(
-    serve: Serve, shared: list[DiLoCoServer], parameters: dict[str, Tensor]
-) -> None:
-    results = []
-    for addresses in (serve().address, ",".join(one.address for one in shared)):
-        with DiLoCoClient(addresses) as client:
-            got = client.register("a", parameters=parameters)
-            for seed in range(3):
-                generator = torch.Generator().manual_seed(seed)
-                delta = {name: torch.randn(one.shape, generator=generator) for name, one in got.items()}
-                got = client.submit_pseudogradients("a", delta)
-            assert client.heartbeat("a")["num_registered"] == 1
-            results.append(got)
-            assert {name: one.shape for name, one in client.get_global_params().items()} == {
-                name: one.shape for name, one in parameters.items()
-            }
-    assert all(torch.equal(results[0][name], results[1][name]) for name in parameters)
-    names = [set(one.get_global_params()) for one in shared]
-    assert all(names)
-    assert sorted(name for some in names for name in some) == sorted(parameters)
-
-
-def test_a_fragment_of_several_servers_goes_to_the_one_that_has_it(
-    shared: list[DiLoCoServer], parameters: dict[str, Tensor]
-) -> None:
-    with DiLoCoClient(",".join(one.address for one in shared)) as client:
-        one = RawWorker(client, "a", parameters)
-        assert one.join().versions == (0, 0, 0)
-        ready, tensors = one.get(0, fragment=1)
-        assert ready.fragment == 1
-        assert set(tensors) == set(shared[1].get_global_params())
-        assert one.submit({name: torch.ones_like(each) for name, each in tensors.items()}, fragment=1) == Accepted(1)
-        one.get(1, fragment=1)
-        assert [server.sync_round for server in shared] == [0, 1, 0]
-
-
-def test_a_worker_that_comes_back_replaces_its_session_on_all_servers(
-    shared: list[DiLoCoServer], parameters: dict[str, Tensor]
-) -> None:
-    with DiLoCoClient(",".join(one.address for one in shared)) as client:
-        old, new = (RawWorker(client, "a", parameters) for _ in range(2))
-        old.join()
-        reply = new.join()
-        assert reply.offer == 0  # each server has made and been given its own
-        for fragment, server in enumerate(shared):
-            some = {name: torch.zeros_like(one) for name, one in server.get_global_params().items()}
-            assert isinstance(old.submit(some, fragment=fragment), Refused)
-            assert new.submit(some, fragment=fragment) == Accepted(1)
-
-
-def test_servers_in_the_wrong_order_or_number_are_refused(
-    shared: list[DiLoCoServer], parameters: dict[str, Tensor]
-) -> None:
-    for some in ([shared[0]], shared[:2], shared[::-1], [shared[0], shared[0], shared[2]]):
-        client = DiLoCoClient(",".join(one.address for one in some))
-        with client, pytest.raises(RefusedByServerError, match="share"):
-            client.register("a", parameters=parameters)
-    with DiLoCoClient(shared[0].address) as client:
-        assert client.get_status()["num_registered"] == 0  # nobody waits for who was refused
-
-
-def test_servers_with_different_settings_are_refused(serve: Serve, parameters: dict[str, Tensor]) -> None:
-    settings = [Settings(sync_every=every) for every in (5, 6)]
-    servers = [serve(settings=one, share=(index, 2), token="secret") for index, one in enumerate(settings)]
-    with (
-        DiLoCoClient(",".join(one.address for one in servers), token="secret") as client,
-        pytest.raises(RefusedByServerError, match="start all servers of a run with the same ones"),
-    ):
-        client.register("a", parameters=parameters)

@@ -23,6 +23,7 @@ from onstep.diloco.server.serving import limits
 from onstep.diloco.wire.http import MESSAGE_HEADER
 from tests.support.diloco.raw_worker import RawWorker
 from tests.support.diloco.tls import make_tls_files
+from tests.support.waiting import PATIENCE
 
 Serve = Callable[..., DiLoCoServer]
 Worker = Callable[..., RawWorker]
@@ -41,7 +42,7 @@ def alone(serve: Serve, worker: Worker) -> tuple[DiLoCoServer, RawWorker]:
 @pytest.fixture
 def connect() -> Iterator[Callable[[DiLoCoServer], socket.socket]]:
     with ExitStack() as stack:
-        yield lambda server: stack.enter_context(socket.create_connection((server.host, server.port), timeout=30))
+        yield lambda server: stack.enter_context(socket.create_connection((server.host, server.port), timeout=PATIENCE))
 
 
 Connect = Callable[[DiLoCoServer], socket.socket]
@@ -133,6 +134,7 @@ def test_a_submission_that_is_of_no_use_is_answered_on_a_connection_that_stays(
         for is_repeat in (False, True, True, True):
             connection.sendall(head + body)
             assert json.loads(answer_on(connection)[1])["is_repeat"] == is_repeat
+        one.get(1)  # which waits for the round
         one.session = "another"
         head, body = submission(server, one, large)
         connection.sendall(head + body)
@@ -217,7 +219,7 @@ def test_a_client_that_leaves_during_an_answer_is_no_failure(
 ) -> None:
     files = make_tls_files(tmp_path) if is_encrypted else None
     server = serve({"weight": torch.zeros(16_000_000)}, settings=ALONE, tls=files)
-    with socket.create_connection((server.host, server.port), timeout=30) as plain, ExitStack() as stack:
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE) as plain, ExitStack() as stack:
         client = plain
         if files is not None:
             context = ssl.create_default_context(cafile=str(files.certificate))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,34 @@ def test_an_operator_is_told_when_the_disk_refuses_a_change(
     with pytest.raises(ConnectionError, match=r"503.*No space"):
         client.control("update_num_workers", {"num_workers": 3})
     monkeypatch.undo()
+
+
+def test_the_run_of_a_version_that_knew_several_servers_continues_if_it_had_one(serve: Serve, tmp_path: Path) -> None:
+    serve(output_dir=tmp_path, settings=TWO).stop()
+    for number in (1, 2):
+        with closing(Store(tmp_path / "diloco")) as store:
+            saved = store.load()
+            assert saved is not None
+            store.origin = {**saved.origin, "arguments": {**saved.origin["arguments"], "num_shares": number}}
+            store.save({**saved.rest, "settings": {**saved.rest["settings"], "num_shares": number}})
+        if number == 1:
+            again = serve(output_dir=tmp_path, settings=TWO)
+            assert again.settings == TWO
+            again.stop()
+        else:
+            with pytest.raises(ConfigError, match=r"num_shares of the saved run must be 1, got 2; .* onstep 0\.5"):
+                serve(output_dir=tmp_path, settings=TWO)
+
+
+def test_a_run_whose_codec_is_gone_is_told_what_to_give(serve: Serve, tmp_path: Path) -> None:
+    serve(output_dir=tmp_path, settings=TWO).stop()
+    with closing(Store(tmp_path / "diloco")) as store:
+        saved = store.load()
+        assert saved is not None
+        store.save({**saved.rest, "settings": {**saved.rest["settings"], "codec": "fp16"}})
+    with pytest.raises(
+        ConfigError, match=r"codec of the saved run must be one of fp32, .*, got 'fp16'; .*--change-settings"
+    ):
+        serve(output_dir=tmp_path, settings=TWO)
+    again = serve(output_dir=tmp_path, settings=TWO, change_settings=True)
+    assert again.settings.codec == TWO.codec

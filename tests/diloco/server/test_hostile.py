@@ -22,6 +22,7 @@ from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.wire.http import MESSAGE_HEADER, TENSORS
 from tests.support.control_server import received
 from tests.support.diloco.raw_worker import RawWorker
+from tests.support.waiting import PATIENCE
 
 Serve = Callable[..., DiLoCoServer]
 Worker = Callable[..., RawWorker]
@@ -46,7 +47,9 @@ def pair(server: DiLoCoServer, worker: Worker, parameters: dict[str, Tensor]) ->
 
 def _post(server: DiLoCoServer, path: str, content: Any, headers: dict[str, str] | None = None) -> httpx.Response:
     given = {"Authorization": f"Bearer {server.token}", **(headers or {})}
-    return httpx.post(f"http://{server.address}{path}", content=content, headers=given, trust_env=False, timeout=30)
+    return httpx.post(
+        f"http://{server.address}{path}", content=content, headers=given, trust_env=False, timeout=PATIENCE
+    )
 
 
 def _submit(server: DiLoCoServer, one: RawWorker, body: Any, **changed: Any) -> httpx.Response:
@@ -179,7 +182,7 @@ def test_a_header_that_is_no_message_is_refused(
 
 def _raw(server: DiLoCoServer, beginning: bytes, ending: bytes = b"") -> int:
     """Send bytes as they are; the status of the answer."""
-    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE) as connection:
         token = f"\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\nContent-Length: {len(ending)}\r\n\r\n"
         connection.sendall(beginning + token.encode() + ending)
         return int(connection.recv(4096).split()[1])
@@ -191,7 +194,9 @@ def _raw(server: DiLoCoServer, beginning: bytes, ending: bytes = b"") -> int:
 @pytest.mark.parametrize("path", ["/register", "/submit_pseudograd", "/await", "/control/shutdown", "/status", "/none"])
 def test_without_the_token_nothing_is_answered_or_read(token: str | None, path: str, server: DiLoCoServer) -> None:
     headers = {} if token is None else {"Authorization": token.format(token=server.token)}
-    answer = httpx.post(f"http://{server.address}{path}", content=b"{}", headers=headers, trust_env=False)
+    answer = httpx.post(
+        f"http://{server.address}{path}", content=b"{}", headers=headers, trust_env=False, timeout=PATIENCE
+    )
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"].startswith("Bearer")
     assert server.token not in answer.text
@@ -203,7 +208,7 @@ def test_a_second_token_is_not_tried(server: DiLoCoServer) -> None:
 
 
 def test_a_wrong_token_is_refused_before_a_byte_of_the_body(server: DiLoCoServer) -> None:
-    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE) as connection:
         connection.sendall(b"POST /submit_pseudograd HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 401")
 
@@ -214,7 +219,7 @@ def test_a_huge_declared_size_is_refused_before_a_byte_of_it(
 ) -> None:
     message = json.dumps(to_json(pair[1].request()))
     head = f"POST /submit_pseudograd HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
-    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE) as connection:
         connection.sendall(f"{head}{MESSAGE_HEADER}: {message}\r\nContent-Length: {length}\r\n\r\n".encode())
         status = int(connection.recv(4096).split()[1])
     assert status in (400, 413)
@@ -233,7 +238,7 @@ def test_a_huge_declared_size_is_refused_before_a_byte_of_it(
 )
 def test_a_request_that_no_handler_has_is_refused(method: str, path: str, status: int, server: DiLoCoServer) -> None:
     headers = {"Authorization": f"Bearer {server.token}"}
-    answer = httpx.request(method, f"http://{server.address}{path}", headers=headers)
+    answer = httpx.request(method, f"http://{server.address}{path}", headers=headers, timeout=PATIENCE)
     assert answer.status_code == status
     assert path in answer.json()["error"]
 
@@ -248,7 +253,7 @@ def test_a_body_that_ends_early_counts_for_nothing(
     body = write_body({name: torch.ones_like(one) for name, one in parameters.items()})
     message = json.dumps(to_json(pair[1].request()))
     head = f"POST /submit_pseudograd HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
-    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE) as connection:
         connection.sendall(
             f"{head}{MESSAGE_HEADER}: {message}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body[:-5]
         )
@@ -264,7 +269,7 @@ def test_a_submission_that_starts_again_ends_the_one_that_hangs(
 ) -> None:
     message = json.dumps(to_json(pair[1].request()))
     head = f"POST /submit_pseudograd HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
-    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE) as connection:
         head += f"{MESSAGE_HEADER}: {message}\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 100")  # it reads the body now
@@ -279,7 +284,7 @@ def test_a_submission_that_starts_again_ends_the_one_that_hangs(
 def test_garbage_on_a_connection_harms_nobody(
     garbage: bytes, server: DiLoCoServer, pair: list[RawWorker], parameters: dict[str, Tensor]
 ) -> None:
-    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE) as connection:
         connection.sendall(garbage)
         with suppress(OSError):  # what does not begin like HTTP is cut off without an answer
             connection.shutdown(socket.SHUT_WR)
@@ -290,9 +295,14 @@ def test_garbage_on_a_connection_harms_nobody(
 
 def test_a_page_in_a_browser_is_refused_even_where_no_token_is_needed(serve: Serve) -> None:
     server = serve(token="")
-    answer = httpx.post(f"http://{server.address}/control/shutdown", json={}, headers={"Origin": "http://evil.example"})
+    answer = httpx.post(
+        f"http://{server.address}/control/shutdown",
+        json={},
+        headers={"Origin": "http://evil.example"},
+        timeout=PATIENCE,
+    )
     assert answer.status_code == 403
-    assert httpx.get(f"http://{server.address}/status").status_code == 200
+    assert httpx.get(f"http://{server.address}/status", timeout=PATIENCE).status_code == 200
 
 
 def test_a_submission_of_an_older_session_is_refused(
@@ -311,4 +321,4 @@ def test_a_registration_with_a_malformed_list_is_refused(body: bytes, server: Di
     message = {"type": "Register", "worker_id": "c", "session": "s", "fingerprint": "other"}
     answer = _post(server, "/register", body, {MESSAGE_HEADER: json.dumps(message), "Content-Type": "application/json"})
     assert answer.status_code in (400, 422)
-    assert httpx.get(f"http://{server.address}/health").json() == {"status": "ok"}
+    assert httpx.get(f"http://{server.address}/health", timeout=PATIENCE).json() == {"status": "ok"}

@@ -18,6 +18,7 @@ from onstep.diloco.protocol.wire import to_json
 from onstep.diloco.server import DiLoCoServer, store
 from onstep.diloco.wire import http as wire
 from onstep.errors import CheckpointError
+from tests.support.waiting import PATIENCE
 
 Serve = Callable[..., DiLoCoServer]
 
@@ -30,7 +31,7 @@ def _head(server: DiLoCoServer, path: str, **headers: object) -> bytes:
 
 def _answer(server: DiLoCoServer, request: bytes) -> bytes:
     """The beginning of what comes for a request that is not sent to its end."""
-    with socket.create_connection((server.host, server.port), timeout=10) as client:
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE) as client:
         client.sendall(request)
         return client.recv(12)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +18,7 @@ from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.sizes import CODECS
 from onstep.errors import ConfigError
 from tests.support.diloco.raw_worker import RawWorker
+from tests.support.waiting import PATIENCE, until
 
 Serve = Callable[..., DiLoCoServer]
 Worker = Callable[..., RawWorker]
@@ -60,10 +60,7 @@ def test_a_round_closes_at_its_deadline_without_another_request(
     one = worker(server)
     one.join()
     one.submit(_random(parameters, 0))
-    end = time.monotonic() + 60
-    while server.sync_round == 0 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert server.sync_round == 1
+    until(lambda: server.sync_round == 1)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -123,7 +120,7 @@ def test_a_round_waits_for_the_quorum_and_the_answer_is_held_until_then(
     waiting = threading.Thread(target=lambda: versions.append(first.get(1)[0].version))
     waiting.start()
     second.submit(_random(parameters, 2))
-    waiting.join(20)
+    waiting.join(PATIENCE)
     assert versions == [1]
 
 
@@ -206,7 +203,7 @@ def test_asynchronous_submissions_are_each_a_round_by_delayed_nesterov(
     masters = {name: one.clone() for name, one in parameters.items()}
     for name, master in masters.items():
         master.grad = (deltas[0][name] + deltas[1][name]) / 2
-    SGD(masters.values(), lr=0.7, momentum=0.9, nesterov=True).step()
+    SGD(masters.values(), lr=0.7, momentum=0.8, nesterov=True).step()
     for name, master in masters.items():
         assert torch.allclose(got[name], master, rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match="dn_buffer_size"):
@@ -229,7 +226,7 @@ def test_the_simple_client_trains_with_nothing_else(serve: Serve, parameters: di
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     for name, one in parameters.items():
         assert torch.allclose(results["a"][name], one - 0.7 * 1.9)
         assert torch.equal(results["a"][name], results["b"][name])
@@ -245,8 +242,8 @@ def test_operators_change_a_running_server(serve: Serve, worker: Worker, paramet
     one = worker(server)
     one.join()
     client = one.client
-    assert client.control("update_optimizer", {"lr": 1.0, "momentum": 0.0})[0]["outer_lr"] == 1.0
-    assert client.control("update_num_workers", {"num_workers": 3})[0]["num_workers"] == 3
+    assert client.control("update_optimizer", {"lr": 1.0, "momentum": 0.0})["outer_lr"] == 1.0
+    assert client.control("update_num_workers", {"num_workers": 3})["num_workers"] == 3
     assert client.get_status()["num_workers"] == 3
     client.control("kick_worker", {"worker_id": "a"})
     assert isinstance(one.beat(), Refused)

@@ -105,10 +105,19 @@ def test_a_path_is_as_slow_as_its_slowest_line_and_adds_the_latency_once() -> No
 def test_a_connection_with_packet_loss_does_not_fill_its_line() -> None:
     clock = Clock()
     arrivals = Arrivals(clock)
-    limit = packet_loss_limit(0.01, 0.1)
+    limit = packet_loss_limit(0.01, 0.1, "reno")
     assert limit == pytest.approx(1460 / 0.1 * math.sqrt(150.0))
     path = Path(clock, [Line(clock, 1e9)], latency=0.05, most_bytes_per_second=limit)
     path.send(1_000_000, arrivals.note, "body")
     clock.run()
     assert arrivals.times["body"] == pytest.approx(1_000_000 / limit + 0.05)
     assert packet_loss_limit(0.0, 0.1) == math.inf
+
+
+def test_the_limit_of_packet_loss_is_that_of_the_congestion_control() -> None:
+    near, far = (0.01, 0.1), (1e-6, 0.2)
+    assert packet_loss_limit(*near) == packet_loss_limit(*near, "reno") == pytest.approx(1460 / 0.1 * 150**0.5)
+    window = (0.4 * 3.7 / 1.2) ** 0.25 * (0.2 / 1e-6) ** 0.75  # RFC 9438, equation 5, with C = 0.4 and beta = 0.7
+    assert packet_loss_limit(*far) == pytest.approx(1460 / 0.2 * window, rel=1e-3)
+    assert packet_loss_limit(*far) > 5 * packet_loss_limit(*far, "reno")
+    assert packet_loss_limit(*near, "bbr") == math.inf

@@ -44,7 +44,7 @@ def test_a_file_gives_sites_server_and_settings_with_a_majority_as_the_quorum(tm
         ({"sites": {"a": {"step_seconds": "fast"}}}, "sites.a.step_seconds='fast' must be float"),
         ({"sites": {"a": {"step_seconds": float("nan")}}}, "sites.a.step_seconds must be > 0, got nan"),
         ({"sites": {"a": {"request_loss": 0.9}}}, "sites.a.request_loss must be a share from 0 to 0.5"),
-        ({"sites": {"a": {}}, "codec": "int3"}, "codec must be one of fp32, bf16, fp16, int8, int4, got 'int3'"),
+        ({"sites": {"a": {}}, "codec": "int3"}, "codec must be one of fp32, bf16, int8, int4, got 'int3'"),
         ({"sites": {"a": {}}, "mode": "both"}, 'mode must be "sync" or "async"'),
         ({"sites": {"a": {}}, "min_workers": 2}, r"min_workers must be at most num_workers \(1\), got 2"),
         (

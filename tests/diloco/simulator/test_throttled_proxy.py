@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.support.waiting import PATIENCE
 from throttled_proxy import ThrottledProxy
 
 
@@ -39,8 +40,8 @@ def echo_port() -> Iterator[int]:
 def test_bytes_pass_unchanged_on_one_connection_and_on_several(echo_port: int) -> None:
     bodies = [bytes([number]) * 100_003 for number in range(4)]
     with ThrottledProxy(echo_port, upload=20e6, download=40e6, latency=0.01) as proxy:
-        with httpx.Client(base_url=f"http://127.0.0.1:{proxy.port}") as client:
-            assert [client.post("/", content=body).content for body in bodies] == bodies
+        with httpx.Client(base_url=f"http://127.0.0.1:{proxy.port}", timeout=PATIENCE) as client:
+            assert [client.post("/", content=body, timeout=PATIENCE).content for body in bodies] == bodies
         threads = [threading.Thread(target=_check, args=(proxy.port, body)) for body in bodies]
         for thread in threads:
             thread.start()
@@ -54,4 +55,4 @@ def test_a_connection_to_a_server_that_is_not_there_is_closed() -> None:
 
 
 def _check(port: int, body: bytes) -> None:
-    assert httpx.post(f"http://127.0.0.1:{port}", content=body).content == body
+    assert httpx.post(f"http://127.0.0.1:{port}", content=body, timeout=PATIENCE).content == body

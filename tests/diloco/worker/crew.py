@@ -14,6 +14,7 @@ from onstep.checkpoint.format.decoding import decode_state
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.worker import DiLoCoWorker
 from tests.diloco.worker.local_server import LocalServer
+from tests.support.waiting import PATIENCE
 
 ALONE = Settings(num_workers=1, min_workers=1, sync_every=2, codec="fp32")
 
@@ -57,7 +58,7 @@ def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
     if errors:
         raise errors[0]

@@ -85,10 +85,10 @@ class LocalServer:
     def _commit(self, closed: Any, now: float) -> None:
         fragment = self.fragments[closed.fragment]
         contributions = [
-            Contribution(read_body(self._bodies[key(one.submit)]), one.submit.codec, one.weight)
+            Contribution(read_body(self._bodies[key(one.submit)]), one.submit.codec, one.weight, one.scale)
             for one in closed.contributions
         ]
-        version = fragment.step(contributions)
+        version = fragment.step(contributions, closed.is_mean)
         fragment.newest = version
         self.digests[closed.fragment, version.number] = version.digest
         self.coordinator.committed(closed, version.digest, now)

@@ -12,7 +12,7 @@ from onstep.diloco.client.membership import Version, read_version
 from onstep.diloco.codec.body import write_body
 from onstep.diloco.codec.specs import InvalidTensorsError, specs_of
 from onstep.diloco.protocol.messages import Ready, Reply, Request
-from onstep.diloco.protocol.session import Delivery
+from onstep.diloco.protocol.operations import Delivery
 from tests.diloco.worker.crew import ALONE, batches, new_worker, small_model, train, values
 from tests.diloco.worker.local_server import LocalServer
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
+from onstep.callbacks import DiLoCoCallback
 from onstep.diloco.client import RefusedByServerError
 from onstep.diloco.client.membership import lives_here, this_process
 from onstep.diloco.protocol.messages import Refused, Register, Registered, Settings, Submit
-from onstep.diloco.protocol.session import Answer, Send, Sleep, WorkerSession
+from onstep.diloco.protocol.operations import Answer, Send, Sleep
+from onstep.diloco.protocol.session import WorkerSession
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.worker import DiLoCoWorker
 from tests.diloco.protocol.test_relay import run
 from tests.diloco.worker.crew import small_model
 from tests.support.forked_processes import Processes
+from tests.support.waiting import until
 
 JOBS = "tests.support.jobs.diloco_jobs"
 
@@ -25,15 +27,16 @@ def test_a_process_under_the_id_of_one_that_lives_is_refused(processes: Processe
     settings = Settings(num_workers=1, min_workers=1)
     with DiLoCoServer(small_model(), settings=settings, port=0, token="secret") as server:
         held = processes.start(JOBS, "hold", tmp_path, {"server": server.address, "id": "w"})[0]
-        while not (tmp_path / "holds").exists():
-            assert held.is_alive
-            time.sleep(0.02)
-        with pytest.raises(
-            RefusedByServerError, match=f"'w' is process {held.pid} on .*, which is alive; give this one"
-        ):
+        until((tmp_path / "holds").exists, while_true=lambda: held.is_alive)
+        refused = f"'w' is process {held.pid} on .*, which is alive; give this one"
+        with pytest.raises(RefusedByServerError, match=refused):
             DiLoCoWorker(small_model(), None, server.address, worker_id="w", auth_token="secret").start()
+        callback = DiLoCoCallback(server.address, worker_id="w", auth_token="secret")
+        with pytest.raises(RefusedByServerError, match=refused):
+            callback.check_start()  # before anything is built
         held.send_signal(signal.SIGKILL)
         assert held.wait() == -9
+        callback.check_start()
         with DiLoCoWorker(small_model(), None, server.address, worker_id="w", auth_token="secret") as worker:
             assert worker.is_active
 

@@ -15,7 +15,6 @@ from onstep.diloco.client import DiLoCoClient
 from onstep.diloco.protocol.messages import Await, Heartbeat, Ready, Reply, Request, Settings
 from onstep.diloco.server import DiLoCoServer
 from tests.diloco.worker.crew import (
-    ALONE,
     assert_close,
     batches,
     in_threads,
@@ -28,6 +27,7 @@ from tests.diloco.worker.crew import (
     values,
 )
 from tests.diloco.worker.local_server import LocalServer
+from tests.support.waiting import PATIENCE
 
 TWO = Settings(num_workers=2, min_workers=2, sync_every=4, codec="fp32")
 
@@ -39,7 +39,7 @@ def ends_after(connect: Callable[[], Any], steps: list[int]) -> list[dict[str, T
     def work(index: int) -> dict[str, Tensor]:
         model, optimizer, worker = new_worker(connect(), f"w{index}", timeout=30)
         with worker:
-            everybody.wait(10)
+            everybody.wait(PATIENCE)
             train(model, optimizer, batches(index, steps[index]))
         return values(model)
 
@@ -86,7 +86,7 @@ def test_one_whom_the_others_have_left_without_a_quorum_does_not_wait(caplog: py
         train(model, optimizer, batches(0, 3))
         other.stop(merge=False)
     assert_close(values(model), trained_alone(3))
-    assert "fewer than the quorum are registered" in caplog.text
+    assert "fewer than the quorum are registered; give all workers as many steps, or start" in caplog.text
     assert server.coordinator.versions == (0,)
     assert server.coordinator.counts["departures"] == 2
 
@@ -118,7 +118,7 @@ class SlowLine(LocalServer):
             if self.num_beats == 3:
                 self.has_asked.set()
         if isinstance(request, Await) and isinstance(reply, Ready) and reply.version and request.worker_id == "w0":
-            assert self.has_asked.wait(30)
+            assert self.has_asked.wait(PATIENCE)
         return reply, answer
 
 
@@ -135,11 +135,3 @@ def test_a_worker_that_fails_submits_nothing_more() -> None:
         train(model, optimizer, [*batches(0, 3), (torch.ones(1, 3),)])  # type: ignore[list-item]
     assert [one.steps for one in server.submits] == [2]
     assert server.coordinator.counts["departures"] == 1
-
-
-def test_a_server_that_is_gone_at_the_end_is_not_waited_for() -> None:
-    server, model, optimizer, worker = local_worker(ALONE, timeout=600)
-    with worker:
-        train(model, optimizer, batches(0, 3))
-        server.is_down = True
-    assert_close(values(model), trained_alone(3))

@@ -79,7 +79,7 @@ def test_outer_nesterov_is_torchs_on_the_average_of_the_differences(serve: Serve
         assert_close(parameters, expected, 1e-10)
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
 def test_all_workers_have_the_bits_of_the_server_with_every_codec(serve: Serve, codec: str) -> None:
     settings = Settings(num_workers=3, min_workers=3, sync_every=2, codec=codec)
     with serve(settings, nesterov, torch.float32) as (connect, newest):
@@ -89,18 +89,6 @@ def test_all_workers_have_the_bits_of_the_server_with_every_codec(serve: Serve, 
         assert metrics["diloco/version"] == 4
         assert (metrics["diloco/quantization_error"] == 0) is (codec == "fp32")
         assert all(torch.equal(parameters[name], value) for name, value in expected.items())
-
-
-def test_two_servers_share_the_parameters() -> None:
-    settings = Settings(num_workers=2, min_workers=2, sync_every=2, codec="fp32")
-    with (
-        new_server(settings, nesterov, share=(0, 2)) as first,
-        new_server(settings, nesterov, share=(1, 2)) as second,
-    ):
-        addresses = f"{first.address},{second.address}"
-        results = train_crew(lambda: DiLoCoClient(addresses, token="secret"), 2, steps=6)
-    for parameters, _ in results:
-        assert_close(parameters, outer_steps(2, every=2, rounds=3), 1e-10)
 
 
 def test_another_model_is_refused_with_the_first_parameter_that_differs() -> None:

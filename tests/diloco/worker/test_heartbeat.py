@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +15,7 @@ from onstep.diloco.worker.heartbeat import HeartbeatThread
 from onstep.diloco.worker.pace import Pace
 from tests.diloco.worker.crew import ALONE, batches, new_worker, small_model, train, values
 from tests.diloco.worker.local_server import LocalServer
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+from tests.support.waiting import until
 
 
 def served() -> LocalServer:

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onstep.diloco.protocol.messages import Submit
+from onstep.diloco.codec.body import write_body
+from onstep.diloco.codec.specs import InvalidTensorsError
+from onstep.diloco.protocol.messages import Register, Submit
 from tests.diloco.worker.crew import (
     ALONE,
     assert_close,
@@ -77,6 +79,29 @@ def test_a_checkpoint_from_before_a_submission_to_the_open_round_does_not_count_
     worker.load_state_dict(state)
     with worker:
         assert_close(values(model), values(small_model()))
+        assert not worker.has_resumed
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_samples_continue_after_a_restart_only_if_the_fragment_that_counts_them_does(moved: int) -> None:
+    """While the worker was away, one fragment of two has got a newer version, so that its local step is lost."""
+    settings = replace(ALONE, sync_every=4, num_fragments=2)
+    server, model, optimizer, worker = local_worker(settings, "first")
+    worker.start()
+    train(model, optimizer, batches(0, 1))
+    state, weights = saved(worker), values(model)
+    worker.stop(merge=False)
+    server.send(Register("second", "s", server.coordinator.fingerprint))
+    body = write_body({name: torch.zeros_like(one) for name, one in server.fragments[moved].newest.parameters.items()})
+    server.send(Submit("second", "s", 0, moved, 0, 1, 1, "fp32"), body)
+
+    model, _, worker = new_worker(server, "first")
+    model.load_state_dict(weights)
+    worker.load_state_dict(state)
+    with worker:
+        assert worker.registered.versions == (1 - moved, moved)
+        assert worker.sync_metrics["diloco/local_step"] == 1, "the other fragment continues"
+        assert worker.has_resumed == (moved == 1)
 
 
 @pytest.mark.parametrize("num_newer", [0, 1, 2])
@@ -91,14 +116,15 @@ def test_what_a_codec_lost_before_a_checkpoint_is_sent_once(num_newer: int) -> N
     assert state["exchange"]["session"]["pending"] == [0]
     if num_newer == 2:
         train(model, optimizer, batches(0, 6)[4:])
-    server.is_down, before = False, state["exchange"]["feedback"]["before"]
+    server.is_down, server.lose_answers_of = False, set()
+    before = state["divided"]["before"]
 
     model, optimizer, worker = new_worker(server)
     model.load_state_dict(weights)
     worker.load_state_dict(state)
     with worker:
-        found = worker.state_dict()["exchange"]["feedback"]["residuals"]
-        expected = [before, state["exchange"]["feedback"]["residuals"], {}][num_newer]
+        found = worker.state_dict()["divided"]["residuals"]
+        expected = [before, state["divided"]["residuals"], {}][num_newer]
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -136,3 +162,38 @@ def test_work_that_is_in_the_open_round_already_is_not_done_again() -> None:
     other_worker.stop()
     assert [(one.worker_id, one.steps) for one in server.submits] == [("w", 2), ("other", 2)]
     assert server.coordinator.counts["contributions"] == 2
+
+
+def test_steps_that_no_server_has_and_that_are_too_old_after_a_restart_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server, model, optimizer, worker = local_worker(replace(ALONE, num_workers=1, min_workers=1), "first")
+    worker.start()
+    train(model, optimizer, batches(0, 2))
+    server.is_down = True
+    train(model, optimizer, batches(0, 4)[2:])  # ends with a cycle
+    state, weights = saved(worker), values(model)
+    server.is_down = False
+
+    other, its_optimizer, second = new_worker(server, "second")
+    with second:
+        train(other, its_optimizer, batches(1, 4))
+
+    model, _, worker = new_worker(server, "first")
+    model.load_state_dict(weights)
+    worker.load_state_dict(state)
+    with worker:
+        assert worker.metrics.lost_steps == 2
+    assert "2 steps of this worker are given up" in caplog.text
+
+
+def test_residuals_of_another_model_are_refused() -> None:
+    server, model, optimizer, worker = local_worker(replace(ALONE, codec="int4"))
+    worker.start()
+    train(model, optimizer, batches(0, 2))
+    state = saved(worker)
+    for name, text in (("v", "no such parameter"), ("0.bias", r"but this model has \[5\]")):
+        _, _, other = new_worker(server)
+        other.load_state_dict({**state, "divided": {"residuals": {name: torch.zeros(7)}, "before": {}}})
+        with pytest.raises(InvalidTensorsError, match=text):
+            other.start()

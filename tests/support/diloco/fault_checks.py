@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ class Version:
     number: int
     contributions: Sequence[Line]
     written: Line
+    is_mean: bool = False
 
 
 def committed(lines: Sequence[Line]) -> list[Version]:
@@ -43,7 +46,7 @@ def committed(lines: Sequence[Line]) -> list[Version]:
     for line in lines:
         fragment = line.get("fragment", 0)
         if "closing" in line:
-            open_rounds[fragment] = Version(fragment, line["closing"], line["contributions"], {})
+            open_rounds[fragment] = Version(fragment, line["closing"], line["contributions"], {}, line["is_mean"])
         elif "writing" in line:
             open_rounds[fragment].written.update(line)
         elif "persisted" in line:
@@ -65,6 +68,7 @@ class Check:
       is in the next one, once.
     - The server's parameters are what the outer optimizer makes of the weighted averages.
     - What a worker continues from is the version and its progress since, added or blended; see `Ledger`.
+    - No sample of the data is in two steps that count (in submissions of fragment 0, by which steps are counted).
     - The steps of a worker that are counted, and those that it still has, are all that it took. (Of a worker that was
       killed or left, some are lost.)
     """
@@ -77,6 +81,8 @@ class Check:
     lossy: frozenset[int] = frozenset()
     """Workers of which a process was killed or left: what they trained since their last submission is lost."""
     counts: Counter[str] = field(default_factory=Counter)
+    _samples: set[tuple[int, int]] = field(default_factory=set)
+    """Of the steps that count."""
 
     def run(self) -> Counter[str]:
         """Check everything; the counts."""
@@ -90,7 +96,18 @@ class Check:
         self._check_digests(versions)
         for index in self.workers:
             self._check_worker(index, versions, parameters)
+        self._check_losses()
         return self.counts
+
+    def _check_losses(self) -> None:
+        """The server names all lost steps but those that killed processes took after they had told it of their last."""
+        end = next(line for line in reversed(self.server) if "ended" in line)
+        named, lost = sum(end["lost"].values()), self.counts["steps_lost"]
+        starts = [line["time"] for line in self.server if "started" in line]
+        untold = sum(steps_untold(lines, starts) for lines in self.workers.values())
+        self.counts.update({f"named: {reason}": steps for reason, steps in end["lost"].items()})
+        self.counts.update(lost_steps_unnamed=lost - named, lost_steps_untold=untold)
+        assert lost - named <= untold, f"{lost - named} lost steps without a name, of {untold} unknown to the server"
 
     def _check_rounds(self, versions: Sequence[Version]) -> None:
         for fragment in range(self.mode.num_fragments):
@@ -103,11 +120,24 @@ class Check:
         for one in versions:
             quorum = 1 if self.mode.is_async else self.min_workers
             assert len({part["worker"] for part in one.contributions}) >= quorum, "a minority committed"
-            for part in one.contributions:
-                staleness = 0 if self.mode.is_async else one.number - 1 - part["base"]
-                assert part["weight"] == part["tokens"] / (1 + staleness), part
-                self.counts["late contributions"] += staleness > 0
+            if not self.mode.is_async:
+                self._check_weights(one)
         self.counts.update(rounds=len(versions), contributions=len(identities))
+
+    def _check_weights(self, version: Version) -> None:
+        """Late work has at most the mean of the other workers' tokens, divided by its age."""
+        tokens: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+        for part in version.contributions:
+            tokens[part["base"] < version.number - 1][part["worker"]] += part["tokens"]
+        late, fresh = tokens[True], tokens[False]
+        most = sum(fresh.values()) / len(fresh) if fresh else min(late.values(), default=0)
+        for part in version.contributions:
+            staleness = version.number - 1 - part["base"]
+            share = min(1.0, most / late[part["worker"]]) if staleness else 1.0
+            assert math.isclose(part["weight"], part["tokens"] * share / (1 + staleness)), part
+            length = min(1.0, self.mode.sync_every / part["steps"]) if staleness else 1.0
+            assert math.isclose(part["scale"], length), part
+            self.counts["late contributions"] += staleness > 0
 
     def _check_parameters(self, versions: Sequence[Version], parameters: Mapping[tuple[int, int], Tensor]) -> None:
         """That of one fragment, after every version."""
@@ -115,8 +145,13 @@ class Check:
         outer = _DelayedNesterov(masters, self.mode.dn_buffer_size) if self.mode.is_async else _torchs(masters)
         for one in versions:
             before = masters.detach().clone()
-            masters.grad = _average(one.contributions)
-            outer.step()
+            masters.grad = _average(one.contributions, one.is_mean)
+            if one.is_mean:
+                masters = (before - masters.grad).requires_grad_()
+                outer = _torchs(masters)
+                self.counts["means after an outage"] += 1
+            else:
+                outer.step()
             assert_close(tensor(one.written["masters"]), masters.detach(), f"version {one.number}")
             known = parameters[one.fragment, one.number - 1]
             missed = masters.detach() - known
@@ -155,17 +190,26 @@ class Check:
         ]
         ledger = Ledger(index, self.mode, {key for key, _ in mine}, parameters)
         ledger.replay(self.workers[index])
-        left, counted = ledger.left(), set[int]()
+        left, counted, whole = ledger.left(), set[int](), set[int]()
         for fragment in range(self.mode.num_fragments):
             parts = [(ledger.submissions[key], part) for key, part in mine if key[1] == fragment]
             numbers = [step for submission, _ in parts for step in submission.steps]
             assert len(set(numbers)) == len(numbers), f"w{index}: steps counted twice"
-            assert index in self.lossy or set(numbers) | left == set(range(1, ledger.seen["steps"] + 1)), "steps lost"
+            assert index in self.lossy or set(numbers) | left | ledger.given_up == set(
+                range(1, ledger.seen["steps"] + 1)
+            ), "steps lost"
             counted.update(numbers)
+            whole = set(numbers) if fragment == 0 else whole
             for submission, part in parts:
-                self._check_difference(index, submission, part, parameters[fragment, part["base"]])
+                self._check_difference(index, submission, part, parameters[fragment, submission.line["relative_to"]])
             self._check_feedback([submission for submission, _ in parts], is_complete=index not in self.lossy)
-        self.counts.update(ledger.seen | Counter(steps_counted=len(counted)))
+        samples = [ledger.samples[step] for step in sorted(whole)]
+        twice = self._samples.intersection(samples)
+        assert not twice, f"samples of w{index} that counted before: {sorted(twice)}"
+        assert len(set(samples)) == len(samples), f"samples of w{index} counted twice"
+        self._samples.update(samples)
+        lost = len(set(ledger.samples) - whole - left)
+        self.counts.update(ledger.seen | Counter(steps_counted=len(counted), steps_lost=lost))
 
     def _check_difference(self, index: int, submission: Submission, part: Line, base: Tensor) -> None:
         line, difference = submission.line, tensor(part["difference"])
@@ -189,8 +233,37 @@ class Check:
         counted = {(one.line["session"], one.line["submitted"], one.line["sequence"]) for one in submissions}
         assert counted.issuperset(used), "what was lost of work that is sent again was sent, too"
         if is_complete and submissions:
-            lost = [None, *(one.line["residual"] for one in submissions[:-1])]
+            lost = [
+                None if after.is_anew else before.line["residual"] for before, after in itertools.pairwise(submissions)
+            ]
+            lost.insert(0, None)
             assert [one.line["residual_before"] for one in submissions] == lost, "what a codec lost was not sent"
+
+
+def steps_untold(lines: Iterable[Line], starts: Sequence[float]) -> int:
+    """Steps of a worker's ended processes after their last merge, and after their last heartbeat that the server knew.
+
+    Args:
+        lines: the worker's journal.
+        starts: when the server was started; of what a heartbeat told it before, it may know nothing.
+    """
+    untold = steps = submitted = merged = 0
+    beats = list[Line]()
+    for line in lines:
+        if line.get("opened") == 0:
+            last_start = max(start for start in starts if start <= line["time"])
+            told = max((beat["told"] for beat in beats if beat["time"] > last_start), default=0)
+            untold += steps - max(told, merged)
+            steps, submitted, merged, beats = 0, 0, 0, []
+        elif "step" in line:
+            steps += 1
+        elif line.get("submitted") == 0:
+            submitted = steps
+        elif line.get("merged") == 0:
+            merged = submitted
+        elif "told" in line:
+            beats.append(line)
+    return untold
 
 
 def _key(part: Line, fragment: int) -> Key:
@@ -201,10 +274,11 @@ def _residual(values: Any, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if values is None else tensor(values)
 
 
-def _average(contributions: Sequence[Line]) -> Tensor:
+def _average(contributions: Sequence[Line], is_mean: bool) -> Tensor:
     weights = tensor([part["weight"] for part in contributions])
     differences = tensor([part["difference"] for part in contributions])
-    return torch.einsum("c,cij->ij", weights / weights.sum(), differences)
+    scales = tensor([1.0 if is_mean else part["scale"] for part in contributions])
+    return torch.einsum("c,cij->ij", scales * weights / weights.sum(), differences)
 
 
 def _torchs(parameter: Tensor) -> torch.optim.Optimizer:

@@ -19,16 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onstep.diloco.client.membership import Membership
 from onstep.diloco.codec.formats import decode_one
 from onstep.diloco.codec.specs import digest
-from onstep.diloco.protocol.messages import Settings
+from onstep.diloco.outer import nesterov_sgd
+from onstep.diloco.protocol.messages import Beat, Settings
+from onstep.diloco.protocol.operations import ServerLostError
 from onstep.diloco.protocol.rounds import Closed
-from onstep.diloco.protocol.session import ServerLostError
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.server.served_run import ServedRun
 from onstep.diloco.server.store import Store
 from onstep.diloco.worker import DiLoCoWorker
-from onstep.diloco.worker.exchange import Exchange
+from onstep.diloco.worker.exchange import Exchange, Restored
+from onstep.diloco.worker.holdings import Holdings
+from onstep.diloco.worker.parameters import Parameters
 
 TOKEN = "secret"
 STOP = "stop"
@@ -86,19 +90,21 @@ def job_server(settings: dict[str, Any]) -> None:
     server = DiLoCoServer(
         Counters(run.num_workers, run.num_fragments),
         settings=run,
-        dn_buffer_size=settings["dn_buffer_size"],
+        dn_buffer_size=settings["dn_buffer_size"] or None,
+        outer_optimizer_factory=nesterov_sgd,
         output_dir=Path("run"),
         host=settings.get("host", "127.0.0.1"),
         port=0,
         token=TOKEN,
     )
     server.start()
-    journal.write(started=server._state.coordinator.versions, port=server.port)
+    journal.write(started=server._state.coordinator.versions, port=server.port, time=time.monotonic())
     while not Path(STOP).exists():
         time.sleep(0.02)
     server.stop()
     parameters = [tensor.tolist() for _, tensor in sorted(server.get_global_params().items())]
-    journal.write(ended=server._state.coordinator.versions, parameters=parameters)
+    lost = dict(server._state.coordinator.losses.steps)
+    journal.write(ended=server._state.coordinator.versions, parameters=parameters, lost=lost)
 
 
 def _write_down_rounds(journal: Journal, mark: str | None, number: int | None) -> None:
@@ -121,10 +127,10 @@ def _write_down_rounds(journal: Journal, mark: str | None, number: int | None) -
         parts = [
             {"worker": submit.worker_id, "session": submit.session, "sequence": submit.sequence, "weight": one.weight}
             | {"base": submit.base_version, "tokens": submit.tokens, "steps": submit.steps}
-            | {"difference": decode_one(one.encoded, spec, one.codec).tolist()}
+            | {"difference": decode_one(one.encoded, spec, one.codec).tolist(), "scale": one.scale}
             for submit, one in zip(submits, contributions, strict=True)
         ]
-        journal.write(closing=closed.version, fragment=closed.fragment, contributions=parts)
+        journal.write(closing=closed.version, fragment=closed.fragment, contributions=parts, is_mean=closed.is_mean)
         return contributions
 
     def logged_commit(self: Store, fragment: int, version: int, state: Any, rest: Any) -> None:
@@ -169,18 +175,18 @@ def job_worker(settings: dict[str, Any]) -> None:
         if any(path.exists() for path in stops):
             return
         started = _start(settings, journal)
-    worker, model = started
+    worker, model, samples = started
     count = 0
     while not any(path.exists() for path in stops):
         count += 1
         model.step(settings["index"])
-        journal.write(step=1)
+        journal.write(step=1, sample=samples.next())
         time.sleep(settings.get("step_seconds", 0.02))
         begun = time.monotonic()
         worker.end_step()
         _note(journal, worker, time.monotonic() - begun)
         if settings["has_checkpoints"] and count % 3 == 0:
-            _save(worker, model, Path(f"{name}.checkpoint"), journal, f"{os.getpid()}-{count}")
+            _save(worker, model, samples, Path(f"{name}.checkpoint"), journal, f"{os.getpid()}-{count}")
     worker.merge_in_flight()
     _note(journal, worker, 0.0)
     journal.write(entries=[parameter.tolist() for parameter in model.parameters()])
@@ -188,7 +194,33 @@ def job_worker(settings: dict[str, Any]) -> None:
     journal.write(left=True)
 
 
-def _start(settings: dict[str, Any], journal: Journal) -> tuple[DiLoCoWorker, Counters] | None:
+class Samples:
+    """A worker's share of the data, of which each step reads one sample; as `DiLoCoCallback` has it."""
+
+    def __init__(self, worker: DiLoCoWorker, saved: tuple[int, int] | None) -> None:
+        self._worker = worker
+        self._take(saved)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The share, and the next sample of it."""
+        return self._share, self._position
+
+    def next(self) -> tuple[int, int]:
+        """The share and the number of the sample that the next step reads."""
+        if (self._worker.registered.slot, self._worker.times_over) != (self._share, self._times_over):
+            self._take(None)
+        self._position += 1
+        return self._share, self._position - 1
+
+    def _take(self, saved: tuple[int, int] | None) -> None:
+        registered = self._worker.registered
+        self._share, self._times_over = registered.slot, self._worker.times_over
+        is_same = saved is not None and saved[0] == self._share and self._worker.has_resumed
+        self._position = max(saved[1] if saved is not None and is_same else 0, registered.slot_steps)
+
+
+def _start(settings: dict[str, Any], journal: Journal) -> tuple[DiLoCoWorker, Counters, Samples] | None:
     """A worker that has joined, as a program makes it when it is started; None if the server does not answer."""
     model = Counters(settings["num_workers"], settings["num_fragments"])
     worker = DiLoCoWorker(
@@ -201,10 +233,10 @@ def _start(settings: dict[str, Any], journal: Journal) -> tuple[DiLoCoWorker, Co
         max_sync_retries=1,
         auth_token=TOKEN,
     )
-    saved, number = Path(f"{settings['name']}.checkpoint"), None
+    saved, number, place = Path(f"{settings['name']}.checkpoint"), None, None
     if saved.exists():
         state = torch.load(saved)
-        number = state["number"]
+        number, place = state["number"], state["place"]
         model.load_state_dict(state["model"])
         worker.load_state_dict(state["worker"])
     journal.write(incarnation=os.getpid(), restored=number)
@@ -212,59 +244,87 @@ def _start(settings: dict[str, Any], journal: Journal) -> tuple[DiLoCoWorker, Co
         worker.start()
     except ServerLostError:
         return None
-    return worker, model
+    return worker, model, Samples(worker, place)
 
 
-def _save(worker: DiLoCoWorker, model: Counters, path: Path, journal: Journal, number: str) -> None:
+def _save(worker: DiLoCoWorker, model: Counters, samples: Samples, path: Path, journal: Journal, number: str) -> None:
     state = worker.state_dict()
     new = path.with_suffix(".new")
-    torch.save({"number": number, "model": model.state_dict(), "worker": state}, new)
+    torch.save({"number": number, "model": model.state_dict(), "worker": state, "place": samples.place}, new)
     journal.write(saving=number, pending=state["exchange"]["session"]["pending"])
     new.replace(path)
 
 
 def _note(journal: Journal, worker: DiLoCoWorker, waited: float) -> None:
-    bases = [one.base for one in worker._synchronizer.exchange.fragments]  # type: ignore[union-attr]
-    versions, digests = [one.number for one in bases], [digest(one.parameters) for one in bases]
+    synchronizer = worker._synchronizer
+    assert synchronizer is not None
+    assert synchronizer.exchange is not None
+    versions = [one.number for one in synchronizer.exchange.fragments]
+    digests = [digest(one.base) for one in synchronizer.holdings.fragments]
     journal.write(versions=versions, digests=digests, waited=waited)
 
 
 def _write_down_exchanges(journal: Journal) -> None:
-    """Have the worker tell what it submits before it does, what it merges, and what it starts from."""
-    submit, deliver = Exchange.submit, Exchange.deliver
-    merge, opened = Exchange.merge, Exchange.open
+    """Have the worker tell what it submits before it does, what it merges, what it starts from and what it has said."""
+    submit, deliver, beat = Holdings.submit, Exchange.deliver, Membership.beat
+    merge, opened, write = Holdings.merge, Holdings.open, Parameters.write
+    begun: dict[int, dict[str, Any]] = {}
+    written: dict[str, Tensor] = {}
 
-    def residual(self: Exchange, index: int) -> Any:
+    def residual(self: Holdings, index: int) -> Any:
         names = self.fragments[index].names
         return only({name: one for name, one in self.feedback.residuals.items() if name in names})
 
-    def logged_submit(self: Exchange, index: int, local: dict[str, Tensor], **amount: Any) -> None:
-        self.__dict__["begun"] = {"local": only(local), "residual_before": residual(self, index)}
-        submit(self, index, local, **amount)
+    def logged_submit(self: Holdings, index: int, **amount: Any) -> None:
+        fragment = self.fragments[index]
+        local = only(self.parameters.read(fragment.names))
+        begun[index] = {"local": local, "residual_before": residual(self, index)}
+        begun[index]["after"] = lambda: residual(self, index)
+        submit(self, index, **amount)
 
-    def logged_delivery(self: Exchange, index: int) -> None:
-        begun = self.__dict__.pop("begun", None)
-        if begun is not None:  # it is encoded, and not sent yet
+    def logged_delivery(self: Exchange, index: int, base: dict[str, Tensor]) -> None:
+        line = begun.pop(index, None)
+        if line is not None:  # it is encoded, and not sent yet
             one = self.member.session.pending(index)
             assert one is not None
-            begun |= {"session": one.session, "sequence": one.sequence, "base": one.base_version}
-            begun |= {"tokens": one.tokens, "steps": one.steps, "residual": residual(self, index)}
-            journal.write(submitted=index, **begun)
-        deliver(self, index)
+            line |= {"session": one.session, "sequence": one.sequence, "base": one.base_version}
+            line |= {"tokens": one.tokens, "steps": one.steps, "residual": line.pop("after")()}
+            line |= {"relative_to": self.fragments[index].number}
+            journal.write(submitted=index, **line)
+        deliver(self, index, base)
 
-    def logged_merge(self: Exchange, index: int, now: Any, local_share: float | None) -> Any:
-        version, is_late = self._arrived[index], self.fragments[index].is_late
-        is_counted = index not in self.member.dropped
-        result = merge(self, index, now, local_share)
-        values = {"now": only(now), "base": only(version.parameters), "result": only(result)}
-        journal.write(merged=index, at=version.number, is_counted=is_counted, is_late=is_late, **values)
-        return result
+    def logged_write(self: Parameters, names: Any, value: Any) -> None:
+        def noted(name: str) -> Tensor:
+            written[name] = value(name)
+            return written[name]
 
-    def logged_open(self: Exchange, index: int, state: Any) -> bool:
-        is_kept = opened(self, index, state)
-        base = self.fragments[index].base
-        journal.write(opened=index, at=base.number, base=only(base.parameters), is_kept=is_kept)
-        return is_kept
+        write(self, names, noted)
 
-    Exchange.submit, Exchange.deliver = logged_submit, logged_delivery  # type: ignore[method-assign,assignment]
-    Exchange.merge, Exchange.open = logged_merge, logged_open  # type: ignore[method-assign]
+    def logged_merge(self: Holdings, index: int, fate: Any, has_moved: bool, local_share: float | None) -> None:
+        exchange, names = self.exchange, self.fragments[index].names
+        assert exchange is not None
+        is_late, is_counted = exchange.fragments[index].is_late, index not in exchange.member.dropped
+        now = self.parameters.read(names) if has_moved else {}
+        merge(self, index, fate, has_moved, local_share)
+        result = {name: written[name] for name in names}
+        values = {"now": only(now), "base": only(self.fragments[index].base), "result": only(result)}
+        at, is_anew = exchange.fragments[index].number, fate in ("outdated", "given up")
+        journal.write(merged=index, at=at, is_counted=is_counted, is_late=is_late, is_anew=is_anew, **values)
+
+    def logged_open(self: Holdings, index: int, state: Any) -> Restored:
+        kept = opened(self, index, state)
+        assert self.exchange is not None
+        base, session = only(self.fragments[index].base), self.exchange.member.session.id
+        at, now = self.exchange.fragments[index].number, time.monotonic()
+        journal.write(opened=index, at=at, base=base, kept=kept, session=session, time=now)
+        return kept
+
+    def logged_beat(self: Membership, steps_per_second: float, bound: float) -> Beat:
+        steps, now = self.session.step, time.monotonic()
+        answer = beat(self, steps_per_second, bound)
+        journal.write(told=steps, time=now)
+        return answer
+
+    Holdings.submit, Exchange.deliver = logged_submit, logged_delivery  # type: ignore[method-assign]
+    Holdings.merge, Holdings.open = logged_merge, logged_open  # type: ignore[method-assign]
+    Parameters.write, Membership.beat = logged_write, logged_beat  # type: ignore[method-assign]

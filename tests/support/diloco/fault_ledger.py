@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Submission:
     steps: tuple[int, ...]
     feedback_of: Key | None = None
     """The submission whose loss by a codec is in this one."""
+    is_anew: bool = False
+    """Whether the worker had started over, so that it had no loss to send."""
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Part:
     pending: Submission | None = None
     lossy: tuple[Key, ...] = ()
     """Submissions of which the next one may have what a codec lost: the last, or what is in that if it is undone."""
+    is_anew: bool = False
+    """Whether the worker has started over since its last submission."""
 
 
 class Ledger:
@@ -62,10 +66,16 @@ class Ledger:
         self.index, self.mode = index, mode
         self.submissions: dict[Key, Submission] = {}
         self.seen: Counter[str] = Counter()
+        self.samples: dict[int, tuple[int, int]] = {}
+        """Of each step: the share, and the number in it."""
+        self.given_up: set[int] = set()
+        """Steps that the worker has said are lost."""
         self._counted, self._parameters = counted, parameters
         self._parts: dict[int, Part] = {}
         self._saved: dict[str, dict[int, Part]] = {}
         self._restored: dict[int, Part] = {}
+        self._senders: dict[Key, list[Key]] = {}
+        """Of a submission that several sessions have sent: what each has called it."""
         self._kinds: dict[str, Callable[[Line], None]] = {
             "incarnation": self._begin,
             "opened": self._open,
@@ -104,15 +114,40 @@ class Ledger:
         self._check_version(line["opened"], line["at"], base)
         restored = self._restored.get(line["opened"])
         part = Part(base.clone(), base, lossy=restored.lossy if restored else ())
-        if line["is_kept"]:
+        if line["kept"] == "all":
             assert restored is not None
             self.seen["restored progress kept"] += 1
             part, restored.pending = restored, None
             assert_close(part.base, base, "kept progress is of another version")
+        elif line["kept"] == "in flight":
+            assert restored is not None
+            self.seen["restored in flight"] += 1
+            part = self._sent_again(restored, line)
         self._parts[line["opened"]] = part
+
+    def _sent_again(self, part: Part, line: Line) -> Part:
+        """Its submission is that of the new session, unless the server has got it from an old one.
+
+        That may be another than the one that made the checkpoint, if several started from it.
+        """
+        pending = part.pending
+        assert pending is not None
+        before = _key(pending.line, line["opened"])
+        after = line["session"], *before[1:]
+        senders = self._senders.setdefault(before, [before])
+        known = next((key for key in senders if key in self._counted), None)
+        if known is None:
+            self.submissions[after] = replace(pending, line={**pending.line, "session": line["session"]})
+            self._senders[after] = senders
+            senders.append(after)
+        sent = known or after
+        part.pending = self.submissions[sent]
+        part.lossy = tuple(sent if key == before else key for key in part.lossy)
+        return part
 
     def _step(self, line: Line) -> None:
         self.seen["steps"] += 1
+        self.samples[self.seen["steps"]] = tuple(line["sample"])
         for part in self._parts.values():
             part.entries[self.index] += STEP
             part.steps.append(self.seen["steps"])
@@ -122,7 +157,8 @@ class Ledger:
         assert_close(tensor(line["local"]), part.entries, f"submitted {line}")
         assert line["tokens"] == line["steps"] == len(part.steps), f"{len(part.steps)} steps: {line}"
         source, key = self._feedback_of(part, line["residual_before"]), _key(line, line["submitted"])
-        part.pending = self.submissions[key] = Submission(line, tuple(part.steps), source)
+        part.pending = self.submissions[key] = Submission(line, tuple(part.steps), source, part.is_anew)
+        part.is_anew = False
         part.lossy = (key,) if source is None else (key, source)
 
     def _feedback_of(self, part: Part, residual: Any) -> Key | None:
@@ -144,11 +180,16 @@ class Ledger:
         part.entries, part.base = self._merged(part, pending, base, line), base
         assert_close(tensor(line["result"]), part.entries, f"merged {line}")
         part.steps = part.steps[len(pending.steps) :] if is_counted else part.steps
+        if line["is_anew"]:
+            self.given_up.update(part.steps)
+            part.steps, part.is_anew = [], True
         part.pending = None
         self.seen["merges" if is_counted else "merges of dropped submissions"] += 1
 
     def _merged(self, part: Part, pending: Submission, base: Tensor, line: Line) -> Tensor:
         """Source of the blending: Douillard et al. 2025, algorithm 2, line 16."""
+        if line["is_anew"]:
+            return base.clone()
         if not line["is_counted"]:
             return base + part.entries - part.base
         if self.mode.is_blended and line["now"] is not None and not line["is_late"]:

@@ -12,6 +12,8 @@ class Mode:
 
     is_async: bool = False
     num_fragments: int = 1
+    overlap_steps: int | None = None
+    """After which a result is merged; None as it arrives."""
     blend: float = 0.25
     """Share of the local parameters, with several fragments."""
     codec: str = "fp32"
@@ -27,6 +29,11 @@ class Mode:
         return self.codec == "fp32"
 
     @property
+    def sync_every(self) -> int:
+        """Steps of a cycle."""
+        return 2 * self.num_fragments
+
+    @property
     def dn_buffer_size(self) -> int:
         """Of the delayed Nesterov rule."""
         return 2 if self.is_async else 0
@@ -37,8 +44,9 @@ class Mode:
             "mode": "async" if self.is_async else "sync",
             "num_workers": num_workers,
             "min_workers": 1 if self.is_async else min_workers,
-            "sync_every": 2 * self.num_fragments,
+            "sync_every": self.sync_every,
             "num_fragments": self.num_fragments,
+            "overlap_steps": self.overlap_steps,
             "blend": self.blend,
             "codec": self.codec,
         }
@@ -52,6 +60,7 @@ MODES = {
     "int8 with checkpoints": Mode(codec="int8", has_checkpoints=True),
     "streaming": Mode(num_fragments=2),
     "streaming int8 with checkpoints": Mode(num_fragments=2, codec="int8", has_checkpoints=True),
+    "streaming with a fixed overlap": Mode(num_fragments=2, overlap_steps=3, codec="int8", has_checkpoints=True),
     "async": Mode(is_async=True),
     "async int8 with checkpoints": Mode(is_async=True, codec="int8", has_checkpoints=True),
 }

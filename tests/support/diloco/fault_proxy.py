@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +33,8 @@ class Proxy:
         self.upstream = upstream
         self.counts: Counter[str] = Counter()
         self.is_cut = False
+        self.is_silent = False
+        """Whether what is sent is swallowed: nobody is told anything."""
         self.loses_answers = False
         """Whether requests reach the server and their answers do not come back."""
         self.repeats_all = False
@@ -52,7 +55,13 @@ class Proxy:
     def at(self, kind: str, number: int, phase: Phase, act: Callable[[Proxy, Forwarded], str | None]) -> None:
         self._trigger = (kind, number, phase, act)
 
+    def swallow(self) -> None:
+        """Keep a connection for as long as the line is silent."""
+        while self.is_silent:
+            time.sleep(0.05)
+
     def close(self) -> None:
+        self.is_silent = False
         self._server.shutdown()
         self._server.server_close()
 
@@ -114,11 +123,17 @@ class _Handler(BaseHTTPRequestHandler):
         forwarded = Forwarded(proxy, self.command, self.path, dict(self.headers.items()), body)
         self.close_connection = True
         with suppress(OSError):
+            if proxy.is_silent:
+                proxy.swallow()
+                return
             if proxy.reached(kind, "before", forwarded) == "lose" or proxy.is_cut:
                 return
             if proxy.repeats_all and kind != "Await":
                 forwarded.send_later(0.0)
             status, headers, content = forwarded.send()
+            if proxy.is_silent:
+                proxy.swallow()
+                return
             if proxy.reached(kind, "after", forwarded) == "lose" or proxy.is_cut or proxy.loses_answers:
                 return
             self._answer(status, headers, content)

@@ -10,19 +10,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from onstep.diloco.client import DiLoCoClient
 from tests.support.diloco.fault_checks import Check
-from tests.support.diloco.fault_jobs import STOP, read
+from tests.support.diloco.fault_jobs import STOP, TOKEN, read
 from tests.support.diloco.fault_modes import SYNC, Mode
 from tests.support.diloco.fault_proxy import Proxy
 from tests.support.forked_processes import Child, Processes, output_of
+from tests.support.waiting import until
 
 JOBS = "tests.support.diloco.fault_jobs"
 BOUND = 4.0
 """Seconds that a worker waits for a result."""
 QUIET = 3.0
 """Seconds without a commit: longer than a round with a quorum waits for those that are missing."""
-PATIENCE = 30.0
-"""Seconds in which anything must have happened, on a machine that does much else."""
 
 
 class FaultRun:
@@ -111,11 +111,7 @@ class FaultRun:
 
     def until(self, what: Callable[[], Any]) -> Any:
         """Wait for something; returns it."""
-        deadline = time.monotonic() + PATIENCE
-        while not (found := what()):
-            assert time.monotonic() < deadline, f"{self.versions()}\n{output_of(self.directory)}"
-            time.sleep(0.01)
-        return found
+        return until(what, lambda: f"{self.versions()}\n{output_of(self.directory)}")
 
     def advance(self, rounds: int) -> None:
         """Wait until all workers are so many versions further than the newest is now."""
@@ -126,8 +122,8 @@ class FaultRun:
         """End all processes; the server is the last."""
         (self.directory / STOP).touch()
         for child in self.workers.values():
-            assert child.wait(PATIENCE) == 0, output_of(self.directory)
-        assert self.server.wait(PATIENCE) == 0, output_of(self.directory)
+            assert child.wait() == 0, output_of(self.directory)
+        assert self.server.wait() == 0, output_of(self.directory)
 
     def close(self) -> None:
         """Leave nothing behind, whatever happened; what starts only now ends by itself."""
@@ -147,12 +143,14 @@ class FaultRun:
         return sum("persisted" in line for line in self.lines("server"))
 
     def num_committed_when_quiet(self) -> int:
-        """The number of commits, once what was under way has ended."""
-        while True:
-            before = self.num_committed()
-            time.sleep(QUIET)
-            if self.num_committed() == before:
-                return before
+        """The number of commits, once what was under way has ended and no round has a quorum."""
+        with DiLoCoClient(f"127.0.0.1:{self.port}", token=TOKEN) as client:
+            while True:
+                before = self.num_committed()
+                time.sleep(QUIET)
+                arrived = [len(one["arrived"]) for one in client.get_status()["rounds"]]
+                if self.num_committed() == before and max(arrived) < self.min_workers:
+                    return before
 
     def check(self) -> Counter[str]:
         """Check what must hold after any fault, see `Check`, and that nobody waited past the bound; the counts."""
@@ -161,6 +159,19 @@ class FaultRun:
         assert waited <= self.bound + self.stopped_seconds + 5.0, f"waited {waited:.1f} s"
         lossy = frozenset(self.lossy)
         return Check(self.mode, self.num_workers, self.min_workers, self.lines("server"), workers, lossy).run()
+
+
+def server_is_away(run: FaultRun, num_steps: int) -> Counter[str]:
+    """The server is killed, all workers train on alone for so many steps at least, and it is started again."""
+    run.start()
+    run.advance(2)
+    run.kill_server()
+    steps = [run.trained(index) for index in range(run.num_workers)]
+    run.until(lambda: all(run.trained(index) >= steps[index] + num_steps for index in range(run.num_workers)))
+    run.start_server()
+    run.advance(3)
+    run.end()
+    return run.check()
 
 
 def minority_is_left(run: FaultRun, **server: object) -> Counter[str]:

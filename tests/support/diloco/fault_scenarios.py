@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -100,8 +100,18 @@ def _let_leave(run: FaultRun, done: threading.Event) -> None:
         run.start_worker(0)
 
 
-def run_storm(seed: int, num_faults: int, mode: Mode, processes: Processes, directory: Path) -> Counter[str]:
-    """Kill, stop and cut off processes at random instants, repeat every request, and check the run; the counts."""
+def run_storm(
+    seed: int, faults: Mapping[str, int] | int, mode: Mode, processes: Processes, directory: Path
+) -> Counter[str]:
+    """Let faults happen at random instants, repeat every request, and check the run; the counts.
+
+    Args:
+        seed: of the order of the faults, and of their instants.
+        faults: how many of which kind; or how many of any but an absence, which lasts for rounds.
+        mode: of the run.
+        processes: where they are started.
+        directory: of the run.
+    """
     run, chance = FaultRun(processes, directory, mode), random.Random(seed)
     counts: Counter[str] = Counter()
     try:
@@ -109,14 +119,19 @@ def run_storm(seed: int, num_faults: int, mode: Mode, processes: Processes, dire
             proxy.repeats_all = True
         run.start()
         run.advance(1)
-        for _ in range(num_faults):
+        chosen = (
+            [one for one, number in faults.items() for _ in range(number)]
+            if isinstance(faults, Mapping)
+            else chance.choices([one for one in STORM if one != "absence"], k=faults)
+        )
+        chance.shuffle(chosen)
+        for fault in chosen:
             time.sleep(chance.uniform(0.0, 0.5))
-            fault = chance.choice(list(STORM))
             STORM[fault](run, chance)
             counts[f"faults: {fault}"] += 1
         run.advance(3)
         run.end()
-        return run.check() + counts + Counter(faults=num_faults)
+        return run.check() + counts + Counter(faults=len(chosen))
     finally:
         run.close()
 
@@ -187,6 +202,26 @@ def _cut_off_some(run: FaultRun, chance: random.Random) -> None:
     run.cut(some, False)
 
 
+def _silent_line(run: FaultRun, chance: random.Random) -> None:
+    """Sometimes for longer than a worker waits."""
+    some, seconds = chance.sample(run.proxies, chance.randint(1, run.num_workers)), chance.choice((0.5, 2.0, 5.0))
+    for proxy in some:
+        proxy.is_silent = True
+    time.sleep(seconds)
+    run.stopped_seconds += seconds
+    for proxy in some:
+        proxy.is_silent = False
+
+
+def _absent(run: FaultRun, chance: random.Random) -> None:
+    """A worker is cut off until the others have committed rounds, and comes back."""
+    index, before = chance.randrange(run.num_workers), run.num_committed()
+    rounds = chance.choice((1, 2, 5, 20)) * run.mode.num_fragments
+    run.cut((index,), True)
+    run.until(lambda: run.num_committed() >= before + rounds)
+    run.cut((index,), False)
+
+
 STORM: dict[str, Callable[[FaultRun, random.Random], None]] = {
     "kill worker": _killed_worker,
     "leave": _left,
@@ -194,6 +229,8 @@ STORM: dict[str, Callable[[FaultRun, random.Random], None]] = {
     "stop worker": _stopped_worker,
     "stop server": _stopped_server,
     "cut off": _cut_off_some,
+    "silent line": _silent_line,
+    "absence": _absent,
 }
 
 

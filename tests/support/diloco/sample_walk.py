@@ -17,10 +17,10 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from onstep.diloco.protocol.aging import reason_to_drop
 from onstep.diloco.protocol.coordinator import Coordinator
 from onstep.diloco.protocol.messages import Await, Dropped, NotYet, Request, Settings, Submit
-from onstep.diloco.protocol.rounds import Closed
-from onstep.diloco.protocol.session import (
+from onstep.diloco.protocol.operations import (
     Answer,
     Effect,
     Lost,
@@ -28,8 +28,9 @@ from onstep.diloco.protocol.session import (
     Send,
     ServerLostError,
     Sleep,
-    WorkerSession,
 )
+from onstep.diloco.protocol.rounds import Closed
+from onstep.diloco.protocol.session import WorkerSession
 
 Sample = tuple[int, int]
 """Share of the data, and index in it."""
@@ -64,7 +65,8 @@ class Disk:
 class Walk:
     """The world."""
 
-    def __init__(self, seed: int, settings: Settings, dangers: Dangers) -> None:
+    def __init__(self, seed: int, settings: Settings, dangers: Dangers, spare: int = 0) -> None:
+        """`spare` workers more than the data has shares come as well, and stay when a share is free."""
         self.random, self.settings, self.dangers = random.Random(seed), settings, dangers
         self.now, self._events, self._number = 0.0, [], 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -73,9 +75,10 @@ class Walk:
         self.counted: Counter[Sample] = Counter()
         self.confirmed: set[Sample] = set()
         self.trained: set[Sample] = set()
+        self.given_up: set[Sample] = set()
         self.seen: Counter[str] = Counter()
         self.server = Server(self)
-        self.workers = [Worker(self, f"w{number}") for number in range(settings.num_workers)]
+        self.workers = [Worker(self, f"w{number}") for number in range(settings.num_workers + spare)]
 
     def at(self, seconds: float, action: Callable[[], None]) -> None:
         """Do something later."""
@@ -243,19 +246,31 @@ class Worker:
             session.load_state_dict(disk.session)
         registered = yield from session.join(1e9)
         self.progress, cursor, base = disk.progress, disk.cursor, disk.base
+        if not registered.has_share:
+            yield from self.without_share(session)
         if disk.session is None or session.superseded:
             self.progress, cursor, base = (), registered.slot_steps, registered.versions[0]
         while True:
             yield Sleep(walk.random.uniform(8.0, 12.0))
+            newest = session.registered
+            assert newest is not None
+            if newest.slot != registered.slot:
+                walk.seen["got another share"] += 1
+                registered, cursor = newest, newest.slot_steps
+            if not newest.has_share:
+                yield from self.without_share(session)
             fresh = tuple((registered.slot, cursor + offset) for offset in range(walk.random.randint(1, 3)))
             self.progress, cursor = self.progress + fresh, cursor + len(fresh)
             walk.trained.update(fresh)
             self.checkpoint(session, cursor, base)
-            if session.pending(0) is None:
+            if session.pending(0) is None and self.progress:
                 steps = len(self.progress)
                 session.begin(0, base_version=base, tokens=steps, steps=steps, body=self.progress)
             self.checkpoint(session, cursor, base)
             base = yield from self.get_result(session, base)
+            if not self.progress:
+                registered = yield from session.join(1e9)
+                cursor = registered.slot_steps  # what was given up is trained on again
             self.checkpoint(session, cursor, base)
             if walk.chance(walk.dangers.leaves):
                 walk.seen["left"] += 1
@@ -263,8 +278,16 @@ class Worker:
                 self.die()
                 yield Sleep(math.inf)
 
+    def without_share(self, session: WorkerSession) -> Life:
+        """Leave, and come back later without anything."""
+        self.walk.seen["found no share"] += 1
+        yield from session.leave()
+        self.die()
+        self.disk = Disk()
+        yield Sleep(math.inf)
+
     def get_result(self, session: WorkerSession, base: int) -> Generator[Effect, Outcome, int]:
-        """Wait for the submission's result; returns the version from which training continues."""
+        """Wait for the submission's result; returns the version that the oldest remaining work began from."""
         pending = session.pending(0)
         assert pending is not None
         latest, found = self.walk.now + self.walk.dangers.bound + 30.0, None
@@ -277,10 +300,18 @@ class Worker:
         self.num_results += 1
         if isinstance(found, Dropped):
             self.walk.seen["dropped"] += 1
+            self.give_up()
             return found.version
         self.walk.confirmed.update(self.progress[: pending.steps])
         self.progress = self.progress[pending.steps :]
+        if self.progress and reason_to_drop(found.ready.version - base, self.walk.settings) is None:
+            return base
+        self.give_up()
         return found.ready.version
+
+    def give_up(self) -> None:
+        self.walk.given_up.update(self.progress)
+        self.progress = ()
 
     def checkpoint(self, session: WorkerSession, cursor: int, base: int) -> None:
         if self.walk.chance(0.3):

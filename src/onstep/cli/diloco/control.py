@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ class Action(StrEnum):
     STOP = "stop"
     SAVE_STOP = "save-stop"
     ABORT = "abort"
+    GO_BACK = "go-back"
     SHUTDOWN = "shutdown"
 
 
@@ -33,8 +35,8 @@ def control(
         Action,
         typer.Argument(
             help="save: write a checkpoint, with --workers every worker its own; stop, save-stop, abort: end the "
-            "training of all workers; kick: evict --worker; set: --lr, --momentum, --num-workers; shutdown: end the "
-            "server."
+            "training of all workers; kick: evict --worker; set: --lr, --momentum, --num-workers; go-back: "
+            "continue from an earlier --version; shutdown: end the server."
         ),
     ],
     server: Server = DEFAULT_SERVER,
@@ -42,19 +44,29 @@ def control(
     lr: Annotated[float | None, typer.Option(help="Learning rate of the outer optimizer, from the next round.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = None,
     num_workers: Annotated[int | None, typer.Option(help="Workers that are expected.")] = None,
+    version: Annotated[
+        int | None, typer.Option(help="The version to go back to; the status shows those that are kept.")
+    ] = None,
     workers: Annotated[bool, typer.Option("--workers", help="With save: all workers save, not the server.")] = False,
     token_file: TokenFile = None,
     ca_file: CaFile = None,
 ) -> None:
-    """Change a running server: save, stop all workers, evict one, set the outer optimizer's rates, shut down."""
+    """Change a running server: save, stop all workers, evict one, set the outer rates, go back, shut down."""
     if action in _RELAYED or workers:
-        commands = _relayed(action, lr, momentum, num_workers, worker)
+        commands = _relayed(action, lr, momentum, num_workers, worker, version)
+    elif action is Action.GO_BACK:
+        commands = _back(version, lr, momentum, num_workers, worker)
     else:
         commands = _commands(action, worker, {"lr": lr, "momentum": momentum}, num_workers)
     with connect(server, token_file, ca_file) as client:
         for name, body in commands:
-            for answer in client.control(name, body):
-                print(json.dumps(answer))
+            print(json.dumps(client.control(name, body)))
+    if commands[0][0] == "command":
+        print(
+            "Each worker obeys after the step in which its next round or heartbeat has brought this, within 30 seconds "
+            "by default; the server says who leaves.",
+            file=sys.stderr,
+        )
 
 
 def _relayed(action: Action, *others: object) -> list[tuple[str, dict[str, Any]]]:
@@ -63,6 +75,12 @@ def _relayed(action: Action, *others: object) -> list[tuple[str, dict[str, Any]]
             "--workers belongs to `onstep diloco control save`; stop, save-stop and abort have no option."
         )
     return [("command", {"command": action.value})]
+
+
+def _back(version: int | None, *others: object) -> list[tuple[str, dict[str, Any]]]:
+    if version is None or any(one is not None for one in others):
+        raise ConfigError("go-back has one option, --version; see `onstep diloco status` for those that are kept.")
+    return [("go_back", {"version": version})]
 
 
 def _commands(

@@ -8,6 +8,7 @@ from onstep.cli.diloco.control import control
 from onstep.cli.diloco.server import server
 from onstep.cli.diloco.simulate import simulate
 from onstep.cli.diloco.status import status
+from onstep.cli.diloco.token import token
 from onstep.cli.diloco.worker import SETTINGS, worker
 
 app = application(
@@ -20,4 +21,5 @@ app.command("server")(server)
 app.command("worker", context_settings=SETTINGS)(worker)
 app.command("status")(status)
 app.command("control")(control)
+app.command("token")(token)
 app.command("simulate")(simulate)

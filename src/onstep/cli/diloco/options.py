@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +18,7 @@ Server = Annotated[
         "--server",
         metavar="HOST:PORT",
         envvar="DILOCO_SERVER",
-        help="The server; with several that share the parameters, all of them, separated by commas.",
+        help="The server.",
     ),
 ]
 TokenFile = Annotated[
@@ -35,10 +37,20 @@ DEFAULT_SERVER = "127.0.0.1:8512"
 SECONDS = 30.0
 
 
-def connect(server: str, token_file: Path | None, ca_file: Path | None) -> DiLoCoClient:
-    """A client of the server."""
-    from onstep.diloco.client import DiLoCoClient
+@contextmanager
+def connect(server: str, token_file: Path | None, ca_file: Path | None) -> Iterator[DiLoCoClient]:
+    """A client of the server.
+
+    Raises:
+        ServerLostError: if it does not answer, with the remedy.
+    """
+    from onstep.diloco.client import DiLoCoClient, ServerLostError
     from onstep.diloco.wire.tokens import read_token
 
     token = None if token_file is None else read_token(token_file)
-    return DiLoCoClient(server, timeout=SECONDS, max_retries=0, token=token, verify=ca_file)
+    try:
+        with DiLoCoClient(server, timeout=SECONDS, max_retries=0, token=token, verify=ca_file) as client:
+            yield client
+    except ServerLostError as error:
+        remedy = "start `onstep diloco server` there, or give the address that it has printed (--server)"
+        raise ServerLostError(f"{str(error).rstrip('.')}; {remedy}.") from error

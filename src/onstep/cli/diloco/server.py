@@ -6,7 +6,6 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +17,7 @@ from onstep.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
+    from onstep.diloco.protocol.messages import Settings
     from onstep.diloco.server.server import DiLoCoServer
     from onstep.http.server import TlsFiles
 
@@ -47,37 +47,54 @@ def server(
         Path | None,
         typer.Option("-o", "--output-dir", help="Directory to save to; the same command continues from it."),
     ] = None,
-    from_checkpoint: Annotated[
-        Path | None, typer.Option(help="Start from this one, not the newest checkpoint of the directory.")
-    ] = None,
     host: Annotated[str, typer.Option(help="Address to bind; beyond loopback, other machines reach it.")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(help="Port; default: the first free one from 8512, 0: any.")] = None,
     sync_every: Annotated[int, typer.Option(help="Optimizer steps between two rounds (H).")] = 500,
     num_fragments: Annotated[
         int, typer.Option(help="Parts of the model that are sent in turn, while training continues.")
     ] = 1,
-    codec: Annotated[str, typer.Option(help="How tensors are sent: fp32, bf16, fp16, int8 or int4.")] = "bf16",
+    overlap_steps: Annotated[
+        int | None,
+        typer.Option(help="Steps that workers take until they merge the result of a round; default: as it arrives."),
+    ] = None,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Workers apply their own work at once, and the average when it arrives.")
+    ] = False,
+    codec: Annotated[str, typer.Option(help="How tensors are sent: fp32, bf16, int8 or int4.")] = "bf16",
     min_workers: Annotated[
         int | None, typer.Option(help="Quorum of a round; default: more than half of the workers.")
     ] = None,
-    max_staleness: Annotated[int, typer.Option(help="A submission late by more rounds than this is dropped.")] = 1,
+    max_staleness: Annotated[
+        int | None,
+        typer.Option(help="A submission late by more rounds than this is dropped; default: 1, with --async 8."),
+    ] = None,
     heartbeat_timeout: Annotated[
         float, typer.Option(help="Seconds of silence after which a worker is evicted; 0: never.")
     ] = 120.0,
     dylu: Annotated[bool, typer.Option("--dylu", help="Tell slower workers to take fewer steps a round.")] = False,
     async_mode: Annotated[bool, typer.Option("--async", help="Apply every submission at once; no rounds.")] = False,
     dn_buffer_size: Annotated[
-        int, typer.Option(help="Submissions per update of the momentum with --async; 0: each updates it.")
-    ] = 0,
+        int | None,
+        typer.Option(help="Submissions per update of the momentum with --async; default: the workers, 0: each."),
+    ] = None,
     outer_lr: Annotated[float, typer.Option(help="Learning rate of the outer optimizer.")] = 0.7,
-    outer_momentum: Annotated[float, typer.Option(help="Its Nesterov momentum; 0: plain SGD.")] = 0.9,
+    outer_momentum: Annotated[
+        float | None,
+        typer.Option(
+            help="Its Nesterov momentum; 0: plain SGD; default: 0.9, with --async 0.1 less for each worker after the "
+            "first."
+        ),
+    ] = None,
     save_every: Annotated[int, typer.Option(help="Rounds between two checkpoints for other programs; 0: none.")] = 10,
+    token_budget: Annotated[
+        int | None, typer.Option(help="Tokens of all workers after which they save and stop, and the server ends.")
+    ] = None,
+    keep_versions: Annotated[
+        int, typer.Option(help="Earlier versions that are kept, for `onstep diloco control go-back`.")
+    ] = 3,
     change_settings: Annotated[
         bool, typer.Option("--change-settings", help="Continue the saved run with all options as given here.")
     ] = False,
-    share: Annotated[
-        str, typer.Option(metavar="I/N", help="Be server I, from 0, of N that share the parameters.")
-    ] = "0/1",
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Parameter not to train, with * for any text; repeatable.")
     ] = None,
@@ -102,6 +119,7 @@ def server(
         logging.getLogger(name).setLevel(logging.WARNING)
     if token_file is not None and (no_auth or regen_token):
         raise ConfigError("--token-file names the token; drop --no-auth and --regen-token.")
+    from onstep.diloco.outer import default_momentum, sgd
     from onstep.diloco.protocol.messages import Settings
     from onstep.diloco.server.server import DiLoCoServer
     from onstep.diloco.wire.tokens import read_token
@@ -112,22 +130,26 @@ def server(
         min_workers,
         sync_every=sync_every,
         num_fragments=num_fragments,
+        overlap_steps=overlap_steps,
+        eager=eager,
         codec=codec,
         dylu=dylu,
-        max_staleness=max_staleness,
+        **({} if max_staleness is None else {"max_staleness": max_staleness}),
         heartbeat_timeout=heartbeat_timeout,
     )
     made = DiLoCoServer(
         _source(model, words or []),
         output_dir=output_dir,
-        from_checkpoint=from_checkpoint,
         host=host,
         port=port,
         settings=settings,
-        outer_optimizer_factory=_outer(outer_lr, outer_momentum),
+        outer_optimizer_factory=sgd(
+            outer_lr, default_momentum(settings.mode, num_workers) if outer_momentum is None else outer_momentum
+        ),
         dn_buffer_size=dn_buffer_size,
         save_every_n_rounds=save_every,
-        share=_share(share),
+        keep_versions=keep_versions,
+        token_budget=token_budget,
         change_settings=change_settings,
         exclude=exclude or [],
         token="" if no_auth else None if token_file is None else read_token(token_file),
@@ -137,7 +159,17 @@ def server(
     _announce(made, no_auth, token_file)
     signal.signal(signal.SIGTERM, _interrupt)
     made.run()
-    print(f"Ended after {made.sync_round} rounds.", flush=True)
+    print(_end_of(made), flush=True)
+
+
+def _end_of(made: DiLoCoServer) -> str:
+    if made.model_path is not None:
+        where = f"The model is in {made.model_path} (model.safetensors); the same command continues the run."
+    else:
+        where = "There is no new checkpoint of the model." if made.saves else "Nothing was saved, without --output-dir."
+    parts = made.settings.num_fragments
+    rounds = f"{made.sync_round} rounds" + (f" of {parts} fragments" if parts > 1 else "")
+    return f"Ended after {rounds} and {made.tokens:,.0f} tokens. {where}"
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -173,19 +205,6 @@ def _source(model: str | None, words: list[str]) -> nn.Module | Path | None:
     return build_transformer(config.model, seed=config.rng.seed)
 
 
-def _outer(lr: float, momentum: float) -> Callable[[list[Any]], Any]:
-    from torch.optim import SGD
-
-    return lambda parameters: SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
-
-
-def _share(text: str) -> tuple[int, int]:
-    index, slash, number = text.partition("/")
-    if not slash or not index.isdecimal() or not number.isdecimal():
-        raise ConfigError(f"--share must be I/N, such as 0/2, got {text[:40]!r}.")
-    return int(index), int(number)
-
-
 def _tls(certificate: Path | None, key: Path | None) -> TlsFiles | None:
     from onstep.http.server import TlsFiles
 
@@ -205,23 +224,38 @@ def _outside(made: DiLoCoServer) -> list[str]:
     return [made.address_at(one) for one in found if one]
 
 
+def _of_rounds(settings: Settings) -> str:
+    """How rounds are made, in words."""
+    if settings.mode == "async":
+        return f"asynchronous, each worker submits every {settings.sync_every} steps"
+    parts = [f"a round every {settings.sync_every} steps"]
+    parts += [f"in {settings.num_fragments} fragments"] if settings.num_fragments > 1 else []
+    if settings.overlap_steps is not None:
+        parts.append(f"merged {settings.overlap_steps} steps after its submission")
+    elif settings.is_overlapped:
+        parts.append("merged as it arrives")
+    return ", ".join([*parts, "eager"] if settings.eager else parts)
+
+
 def _announce(made: DiLoCoServer, no_auth: bool, token_file: Path | None) -> None:
     from onstep.diloco.wire.tokens import token_path
 
-    settings, (index, shares) = made.settings, made.share
-    part = f", share {index} of {shares}" if shares > 1 else ""
+    settings = made.settings
     print(
-        f"DiLoCo server of {settings.num_workers} workers (quorum {settings.min_workers}){part} at {made.address}; "
-        f"a round every {settings.sync_every} steps, {settings.codec}. Ctrl-C ends it."
+        f"DiLoCo server of {settings.num_workers} workers (quorum {settings.min_workers}) at {made.address}; "
+        f"{_of_rounds(settings)}, {settings.codec}. Ctrl-C ends it."
     )
-    servers = ",".join(made.address if number == index else f"SERVER{number}" for number in range(shares))
-    print(f"Join it: onstep diloco worker --server {servers} train ...")
-    if others := _outside(made):
+    print(f"Join it: onstep diloco worker --server {made.address} train ...")
+    others = _outside(made)
+    if others:
         print(f"On other machines: {' or '.join(f'--server {one}' for one in others)}")
     if made.address.startswith("https:"):
         print("Use a name that the PEM file is for; trust an authority of your own with SSL_CERT_FILE or --ca-file.")
     if no_auth:
         print("warning: --no-auth: anyone who can reach the port can change the model.", file=sys.stderr)
     else:
-        print(f"Workers on other machines need the token in {token_file or token_path(made.port)} (DILOCO_TOKEN_FILE).")
+        print(f"Page: {made.url}, which asks for a token: onstep diloco token add NAME --role reader")
+        only_here = "" if others else "Only this machine reaches it (--host), unless by a tunnel. "
+        where = token_file or token_path(made.port)
+        print(f"{only_here}Workers on other machines need the token in {where} (--token-file).")
     sys.stdout.flush()

@@ -33,9 +33,7 @@ def worker(
     sync_every: Annotated[
         int | None, typer.Option(help="Optimizer steps between two rounds; default: the server's.")
     ] = None,
-    codec: Annotated[
-        str | None, typer.Option(help="fp32, bf16, fp16, int8, int4 or auto; default: the server's.")
-    ] = None,
+    codec: Annotated[str | None, typer.Option(help="fp32, bf16, int8 or int4; default: the server's.")] = None,
     dylu: Annotated[
         bool | None, typer.Option("--dylu/--no-dylu", help="As many steps as the server recommends.")
     ] = None,

@@ -1,4 +1,4 @@
-"""`DiLoCoClient`: the requests of one worker to the server, or the servers, of a run."""
+"""`DiLoCoClient`: the requests of one worker to the server of a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from onstep.diloco.client.connection import Body
+from onstep.diloco.client.connection import Body, Connection
 from onstep.diloco.client.membership import Membership, Tensors, Version
-from onstep.diloco.client.servers import Servers
 from onstep.diloco.codec.body import read_body, write_body
 from onstep.diloco.codec.formats import encode
 from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.protocol.messages import Beat, Deregister, Heartbeat, Refused, Reply, Request
-from onstep.diloco.protocol.session import RefusedByServerError, ServerLostError
+from onstep.diloco.protocol.operations import RefusedByServerError, ServerLostError
 from onstep.diloco.protocol.settings import warn_of_disagreements
 from onstep.diloco.wire.http import CONTROL, GLOBAL_PARAMS, STATUS
 from onstep.errors import ConfigError, OnstepError, require
@@ -65,8 +64,7 @@ class DiLoCoClient:
     is pending.
 
     Args:
-        server_addr: `host:port`, or a URL with `http` or `https`; if several servers share the parameters, all of them
-            in the order of their shares, separated by commas.
+        server_addr: `host:port`, or a URL with `http` or `https`.
         timeout: seconds without a byte after which a server counts as lost; for `submit_pseudogradients`, the seconds
             that a round may last.
         max_retries: further attempts of a request without an answer.
@@ -94,7 +92,7 @@ class DiLoCoClient:
         require(max_retries >= 0, "max_retries", ">= 0", max_retries)
         self.timeout = timeout
         self._max_retries, self._retry_delay = max_retries, retry_delay
-        self._servers = Servers(server_addr, timeout, token, verify)
+        self._connection = Connection(server_addr, timeout, token, verify)
         self._membership: Membership | None = None
         self._versions: dict[int, int] = {}
         """The newest that the caller has, by fragment."""
@@ -112,7 +110,7 @@ class DiLoCoClient:
         Raises:
             ServerLostError: if no answer comes.
         """
-        return self._servers.send(request, body)
+        return self._connection.send(request, body)
 
     def register(
         self, worker_id: str, info: Mapping[str, Any] | None = None, *, parameters: Mapping[str, Tensor] | None = None
@@ -141,7 +139,7 @@ class DiLoCoClient:
         if details.pop("worker_id", worker_id) != worker_id:
             raise ConfigError(f"info names another worker_id than {worker_id!r}; leave it out.")
         options: dict[str, Any] = {"timeout": self.timeout, "lost_seconds": lost_seconds, "details": details, **known}
-        member = Membership(self._servers, worker_id, specs, **options)
+        member = Membership(self._connection, worker_id, specs, **options)
         member.session.step = step
         settings = member.join().settings
         codec = None if details.get("bf16_comm") is None else ("bf16" if details["bf16_comm"] else "fp32")
@@ -233,42 +231,34 @@ class DiLoCoClient:
             logger.warning("Worker %s could not deregister: %s", worker_id, error)
 
     def get_global_params(self) -> dict[str, Tensor]:
-        """The newest parameters of all servers, without joining.
+        """The newest parameters, without joining.
 
         Raises:
             ServerLostError: if no answer comes.
-            RefusedByServerError: if a server refuses.
+            RefusedByServerError: if the server refuses.
         """
-        found: dict[str, Tensor] = {}
-        for connection in self._servers.connections:
-            received = self._retried(partial(connection.request, "GET", GLOBAL_PARAMS))
-            if received.status != 200:
-                text = bytes(received.body[:200]).decode("utf-8", "replace")
-                raise RefusedByServerError(received.status, text, connection.url)
-            found |= read_body(received.body)
-        return found
+        return read_body(self._retried(partial(self._connection.tensors, GLOBAL_PARAMS)))
 
     def get_status(self) -> dict[str, Any]:
-        """The status of the server; with several, of the first, and the others as `shares`. Raises as above."""
-        first, *others = self._ask_all("GET", STATUS)
-        return {**first, "shares": others} if others else first
+        """The status of the server. Raises as above."""
+        return self._retried(partial(self._connection.json, "GET", STATUS))
 
-    def control(self, action: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Send an operator's command to all servers: `save_state`, `kick_worker`, `update_optimizer`,
-        `update_num_workers`, `command` (what all workers do: `save`, `stop`, `save-stop` or `abort`) or `shutdown`;
-        returns their answers. Raises as above.
+    def control(self, action: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send an operator's command: `save_state`, `kick_worker`, `update_optimizer`, `update_num_workers`,
+        `command` (what all workers do: `save`, `stop`, `save-stop` or `abort`), `go_back` or `shutdown`; returns the
+        answer. Raises as above.
 
         Args:
             action: the name of the command.
             body: its fields by name.
         """
-        return self._ask_all("POST", f"{CONTROL}/{action}", dict(body or {}))
+        return self._retried(partial(self._connection.json, "POST", f"{CONTROL}/{action}", dict(body or {})))
 
     def close(self) -> None:
         """Close the connections; operations in other threads end."""
         if self._membership is not None:
             self._membership.close()
-        self._servers.close()
+        self._connection.close()
 
     def __enter__(self) -> DiLoCoClient:
         return self
@@ -311,7 +301,7 @@ class DiLoCoClient:
         dropped = {fragment: member.dropped.pop(fragment) for fragment in fragments if fragment in member.dropped}
         if dropped:
             names = [spec.name for fragment in dropped for spec in member.fragments[fragment]]
-            raise SubmissionDroppedError(next(iter(dropped.values())), _merged(results), names)
+            raise SubmissionDroppedError(next(iter(dropped.values())).reason, _merged(results), names)
         return _merged(results)
 
     def _wait(self, member: Membership, fragments: Sequence[int]) -> None:
@@ -328,8 +318,8 @@ class DiLoCoClient:
             return member.result(fragment, bound)
         except ServerLostError as error:
             raise ServerLostError(
-                f"no result within {self.timeout:g} s: {error}. The submission of fragment {fragment} stays pending, "
-                "and the same call again continues it."
+                f"no result within {self.timeout:g} s: {str(error).rstrip('.')}. The submission of fragment {fragment} "
+                "stays pending, and the same call again continues it."
             ) from error
         except RefusedByServerError as error:
             if error.status in _NEVER_COUNT:
@@ -353,9 +343,6 @@ class DiLoCoClient:
                 logger.warning("%s Trying again in %g s.", error, delay)
                 time.sleep(delay)
         return attempt()
-
-    def _ask_all(self, method: str, path: str, body: Any = None) -> list[dict[str, Any]]:
-        return [self._retried(partial(one.json, method, path, body)) for one in self._servers.connections]
 
 
 def _encoded(member: Membership, fragment: int, differences: Mapping[str, Tensor]) -> bytes:

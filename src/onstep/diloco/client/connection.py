@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,10 +15,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from onstep.diloco.protocol.messages import Refused, Register, Reply, Request, Submit
-from onstep.diloco.protocol.session import RefusedByServerError, ServerLostError
+from onstep.diloco.client.patience import BYTES_PER_SECOND, Patience
+from onstep.diloco.protocol.messages import PROTOCOL_VERSION, Await, Refused, Register, Reply, Request, Submit
+from onstep.diloco.protocol.operations import RefusedByServerError, ServerLostError
+from onstep.diloco.protocol.settings import other_protocol
 from onstep.diloco.protocol.wire import InvalidMessageError, reply_from_json, to_json
-from onstep.diloco.wire.http import FIRST_PORT, JSON, MESSAGE_HEADER, PATHS, TENSORS
+from onstep.diloco.wire.http import FIRST_PORT, INFO, JSON, MESSAGE_HEADER, PATHS, TENSORS, WAIT_SECONDS
 from onstep.diloco.wire.tokens import checked, find_token
 from onstep.errors import ConfigError, DataError, extra
 from onstep.files.bounded_reading import parse_json
@@ -32,15 +35,18 @@ MOST_BYTES = 1 << 40
 _MOST_JSON_BYTES = 64 << 20
 _TRANSIENT = frozenset({408, 500, 502, 504})
 """Statuses after which the same request may succeed."""
+_OTHER = "other server"
+"""Kind of an answer that no DiLoCo server gives."""
 Body = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
 class Received:
-    """An answer: its status, message header and body."""
+    """An answer: its status, message header, media type and body."""
 
     status: int
     message: str | None
+    media_type: str
     body: memoryview
 
 
@@ -51,7 +57,8 @@ class Connection:
 
     Args:
         address: `host`, `host:port`, or a URL with `http` or `https`.
-        timeout: seconds without a byte from the server, or to it, after which it counts as lost.
+        timeout: seconds without a byte from the server, or to it, after which it counts as lost; requests of the
+            protocol have shorter limits, which follow the answers so far (`Patience`).
         token: None for that of the environment, or of the token file of a server on this machine.
         verify: for `https`, the PEM file of the certification authority; None for those of the system.
     """
@@ -61,7 +68,7 @@ class Connection:
     ) -> None:
         self.url = url_of(address)
         parts = urlsplit(self.url)
-        self._timeout = timeout
+        self._timeout, self._patience = timeout, Patience(timeout)
         self._has_answered = False
         host, port = parts.hostname or "", parts.port or FIRST_PORT
         found = find_token(host, port) if token is None else token
@@ -78,28 +85,48 @@ class Connection:
             ServerLostError: if no answer of the protocol comes.
         """
         text = json.dumps(to_json(request), separators=(",", ":"))
+        held = min(request.wait, WAIT_SECONDS) if isinstance(request, Await) else 0.0
         if isinstance(request, Submit | Register):
             headers = {MESSAGE_HEADER: text, "Content-Type": TENSORS if isinstance(request, Submit) else JSON}
-            received = self.request("POST", PATHS[type(request)], body, headers)
+            received = self.request("POST", PATHS[type(request)], body, headers, held)
         else:
-            received = self.request("POST", PATHS[type(request)], text.encode(), {"Content-Type": JSON})
+            received = self.request("POST", PATHS[type(request)], text.encode(), {"Content-Type": JSON}, held)
         return self._reply(received)
 
-    def request(self, method: str, path: str, body: Body = b"", headers: Mapping[str, str] | None = None) -> Received:
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Body = b"",
+        headers: Mapping[str, str] | None = None,
+        held_seconds: float | None = None,
+    ) -> Received:
         """Any request.
+
+        Args:
+            method: of HTTP.
+            path: what is requested.
+            body: what is sent.
+            headers: beside the length.
+            held_seconds: for which the server may hold the answer; None for as long as `timeout`.
 
         Raises:
             ServerLostError: if no answer comes.
         """
         import httpx
 
-        sent = {"Content-Length": str(memoryview(body).nbytes), **(headers or {})}
+        size = memoryview(body).nbytes
+        limit = self._timeout if held_seconds is None else self._patience.limit(held_seconds, size)
+        sent, pieces = {"Content-Length": str(size), **(headers or {})}, _Pieces(body)
         try:
-            with self._client.stream(method, path, content=_pieces(body), headers=sent) as answer:
+            with self._client.stream(method, path, content=pieces, headers=sent, timeout=limit) as answer:
                 self._has_answered = True
-                return Received(answer.status_code, answer.headers.get(MESSAGE_HEADER), _body_of(answer))
+                if held_seconds is not None:
+                    self._patience.note(time.monotonic() - pieces.sent_at - held_seconds - size / BYTES_PER_SECOND)
+                media_type = answer.headers.get("content-type", "").partition(";")[0][:50]
+                return Received(answer.status_code, answer.headers.get(MESSAGE_HEADER), media_type, _body_of(answer))
         except httpx.TimeoutException as error:
-            raise ServerLostError(f"{self.url} did not answer within {self._timeout:g} s.") from error
+            raise ServerLostError(f"{self.url} did not answer within {limit:.3g} s.") from error
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: closed by another thread
             hint = ""
             may_be_tls = not self._has_answered and self.url.startswith("http:")
@@ -122,6 +149,21 @@ class Connection:
             raise RefusedByServerError(received.status, _error_in(document), self.url)
         return document
 
+    def tensors(self, path: str) -> memoryview:
+        """What is at a path, a safetensors file. Raises like `json`."""
+        received = self.request("GET", path)
+        if received.status != 200:
+            raise RefusedByServerError(received.status, _error_in(self._document(received)), self.url)
+        return received.body
+
+    def check(self) -> None:
+        """Check that a DiLoCo server answers, and accepts the token. Raises like `json`."""
+        info = self.json("GET", INFO)
+        if not isinstance(info.get("settings"), dict):
+            raise RefusedByServerError(422, f"this is not a DiLoCo server; {_REMEDY}.", self.url)
+        if info.get("protocol_version") != PROTOCOL_VERSION:
+            raise RefusedByServerError(422, other_protocol(PROTOCOL_VERSION, info.get("protocol_version")), self.url)
+
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
@@ -133,6 +175,8 @@ class Connection:
         document = self._document(received)
         if "type" in document:
             return self._read(document), memoryview(b"")
+        if document.get("kind") == _OTHER and received.status < 500:
+            return Refused(422, f"{self.url}: {_error_in(document)}"), memoryview(b"")
         if received.status in _TRANSIENT or document.get("kind") == "superseded" or received.status < 400:
             raise ServerLostError(f"{self.url} answered HTTP {received.status}: {_error_in(document)}")
         details = {key: value for key, value in document.items() if key != "error"}
@@ -145,7 +189,7 @@ class Connection:
             raise ServerLostError(f"{self.url} does not answer like a DiLoCo server: {error}") from error
 
     def _document(self, received: Received) -> dict[str, Any]:
-        """The JSON object of an answer; for any other text, an object with its beginning as `error`."""
+        """The JSON object of an answer; for what no DiLoCo server sends, an object that says so as `error`."""
         if received.body.nbytes > _MOST_JSON_BYTES:
             raise ServerLostError(f"{self.url} sent {received.body.nbytes} bytes where a DiLoCo server sends JSON.")
         content = bytes(received.body)
@@ -153,9 +197,12 @@ class Connection:
             document = parse_json(content, "the answer")
         except DataError:
             document = None
-        if isinstance(document, dict):
+        if isinstance(document, dict) and (received.status == 200 or document.keys() & {"error", "type"}):
             return document
-        return {"error": content[:200].decode("utf-8", "replace") or "nothing; is it a DiLoCo server?"}
+        return {
+            "error": f"this is not a DiLoCo server (it sent {received.media_type or 'nothing'}); {_REMEDY}.",
+            "kind": _OTHER,
+        }
 
 
 def url_of(address: str) -> str:
@@ -174,6 +221,9 @@ def url_of(address: str) -> str:
         raise ConfigError(f"a server's address must be host:port or http(s)://host:port, got {address[:200]!r}.")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}:{port}"
+
+
+_REMEDY = "give the address and port that `onstep diloco server` has printed"
 
 
 def _error_in(document: Mapping[str, Any]) -> str:
@@ -212,10 +262,17 @@ def _trusted(url: str, verify: str | Path | None) -> Any:
         ) from None
 
 
-def _pieces(body: Body) -> Iterator[bytes]:
-    view = memoryview(body).cast("B")
-    for start in range(0, view.nbytes, PIECE_BYTES):
-        yield bytes(view[start : start + PIECE_BYTES])
+class _Pieces:
+    """The pieces of a body, and when the last one was taken to be sent."""
+
+    def __init__(self, body: Body) -> None:
+        self._view = memoryview(body).cast("B")
+        self.sent_at = time.monotonic()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for start in range(0, self._view.nbytes, PIECE_BYTES):
+            yield bytes(self._view[start : start + PIECE_BYTES])
+        self.sent_at = time.monotonic()
 
 
 def _body_of(answer: httpx.Response) -> memoryview:
@@ -225,6 +282,8 @@ def _body_of(answer: httpx.Response) -> memoryview:
         ServerLostError: if it is incomplete, or it has no Content-Length.
     """
     length = answer.headers.get("content-length", "")
+    if not length and answer.status_code >= 400:
+        return memoryview(b"")  # of a server that is not ours, or of a proxy
     if not length.isdecimal() or int(length) > MOST_BYTES:
         raise ServerLostError(f"{answer.url} answers without a length; is it a DiLoCo server?")
     memory = np.empty(int(length), np.uint8).data if int(length) else memoryview(bytearray())

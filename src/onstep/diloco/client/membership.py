@@ -7,15 +7,16 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from onstep.control.job_info import is_endpoint_pid_alive
+from onstep.diloco.client.outage import Outage
 from onstep.diloco.codec.body import read_body
-from onstep.diloco.codec.formats import decode
+from onstep.diloco.codec.formats import check_encoded, check_values, decode_one
 from onstep.diloco.codec.specs import InvalidTensorsError, digest
 from onstep.diloco.fragments import assign
 from onstep.diloco.protocol.messages import (
@@ -26,10 +27,9 @@ from onstep.diloco.protocol.messages import (
     Registered,
     Reply,
     Request,
-    Submit,
     fingerprint,
 )
-from onstep.diloco.protocol.session import (
+from onstep.diloco.protocol.operations import (
     Answer,
     Delivery,
     Lost,
@@ -37,8 +37,8 @@ from onstep.diloco.protocol.session import (
     Outcome,
     Send,
     ServerLostError,
-    WorkerSession,
 )
+from onstep.diloco.protocol.session import WorkerSession
 from onstep.diloco.wire.http import specs_to_bytes
 from onstep.errors import OnstepError
 
@@ -51,7 +51,7 @@ ATTEMPTS = 3
 class Client(Protocol):
     """The requests that a membership sends."""
 
-    def send(self, request: Request, body: bytes = b"") -> tuple[Reply, Any]:
+    def send(self, request: Request, body: bytes | bytearray = b"") -> tuple[Reply, Any]:
         """The reply and its body; raises ServerLostError without an answer."""
 
     def close(self) -> None:
@@ -67,22 +67,46 @@ class Version:
     """A version of a fragment."""
 
     number: int
-    parameters: Tensors
+    parameters: Mapping[str, Tensor]
     """In float32 or float64, equal on all workers."""
     num_contributors: int = 0
+    is_update: bool = False
+    """Whether `parameters` are to be added to those of the version before; never so after `read_version`."""
+    digest: str = ""
+    """With which the hash of the sums has to be compared still."""
+
+
+class Encoded(Mapping[str, Tensor]):
+    """The tensors of a body, each of which is decoded when it is read.
+
+    Raises:
+        InvalidTensorsError: for a body without exactly these parameters.
+    """
+
+    def __init__(self, body: bytes | bytearray | memoryview, specs: Sequence[ParameterSpec], codec: str) -> None:
+        self._tensors, self._codec = read_body(body), codec
+        self._specs = {spec.name: spec for spec in specs}
+        check_encoded(self._tensors, specs, codec)
+        check_values(self._tensors, specs, codec)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return decode_one(self._tensors, self._specs[name], self._codec)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
 
 
 @dataclass
 class Transfers:
-    """Traffic so far; the bandwidths are those of requests with a body."""
+    """Bytes so far."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     last_received_bytes: int = 0
     """Of the last version."""
-    upload_bytes_per_second: float = 0.0
-    """Of the last submission; 0 before the first."""
-    download_bytes_per_second: float = 0.0
 
 
 class Membership:
@@ -97,6 +121,7 @@ class Membership:
         specs: all trained parameters.
         timeout: seconds that a round may last.
         lost_seconds: after this long without any answer, an operation fails even before its bound.
+        decodes: whether versions are decoded and compared with their hash as they arrive; else by who reads them.
         info: `hostname`, `sync_every`, `num_fragments` and `details`, all optional.
     """
 
@@ -108,6 +133,7 @@ class Membership:
         *,
         timeout: float,
         lost_seconds: float,
+        decodes: bool = True,
         **info: Any,
     ) -> None:
         info["details"] = {**this_process(), **(info.get("details") or {})}
@@ -122,10 +148,12 @@ class Membership:
         )
         self.fragments: tuple[tuple[ParameterSpec, ...], ...] = ()
         """The parameters of each, once joined."""
-        self.dropped: dict[int, str] = {}
-        """Fragments whose last submission did not count, with the reason, until the owner removes them."""
+        self.dropped: dict[int, Dropped] = {}
+        """Fragments whose last submission did not count, with the server's answer, until the owner removes them."""
         self.transfers = Transfers()
+        self.outage = Outage()
         self.specs = specs
+        self._read = read_version if decodes else undecoded_version
         self._client, self._timeout = client, timeout
         self._decided: set[int] = set()
         """Fragments whose last submission was committed or dropped, but whose newest version has not arrived."""
@@ -137,9 +165,9 @@ class Membership:
         try:
             registered = self._run(self.session.join(self._timeout))
         except ServerLostError as error:
-            raise ServerLostError(f"no answer from the server: {error}; is it running?") from error
+            raise ServerLostError(f"no answer from the server: {str(error).rstrip('.')}; is it running?") from error
         settings = registered.settings
-        self.fragments = assign(self.specs, settings.num_fragments, settings.num_shares)
+        self.fragments = assign(self.specs, settings.num_fragments)
         return registered
 
     def fetch(self, fragment: int, bound: float | None = None) -> Version:
@@ -150,13 +178,10 @@ class Membership:
         """
         for _ in range(ATTEMPTS):
             delivery = self._run(self.session.fetch(fragment, self._timeout if bound is None else bound))
-            version = read_version(delivery, self.fragments[fragment])
+            version = self._read(delivery, self.fragments[fragment])
             if version is not None:
                 return version
-        raise InvalidTensorsError(
-            f"version {delivery.ready.version} of fragment {fragment} arrived {ATTEMPTS} times with another hash than "
-            "the server's; check the network and the memory of both machines."
-        )
+        raise always_damaged(delivery.ready.version, fragment)
 
     def result(self, fragment: int, bound: float | None = None, base: Version | None = None) -> Version:
         """Send the fragment's submission unless the server has it, and wait until it is committed or dropped.
@@ -171,13 +196,14 @@ class Membership:
         Returns:
             The newest version of the fragment.
         """
-        bound = self._timeout if bound is None else bound
+        bound, started = self._timeout if bound is None else bound, time.monotonic()
         if fragment not in self._decided:
             found = self._run(self.session.result(fragment, bound, None if base is None else base.number))
             if isinstance(found, Dropped):
-                self.dropped[fragment] = found.reason
+                self.dropped[fragment] = found
             else:
-                version = read_version(found, self.fragments[fragment], base)
+                self.session.note_round(time.monotonic() - started)
+                version = self._read(found, self.fragments[fragment], base)
                 if version is not None:
                     return version
             self._decided.add(fragment)
@@ -189,9 +215,9 @@ class Membership:
         """Send a heartbeat; returns the server's `Beat`."""
         return self._run(self.session.beat(steps_per_second, bound))
 
-    def leave(self) -> None:
-        """Deregister, in one attempt."""
-        self._run(self.session.leave())
+    def leave(self, reason: str = "") -> None:
+        """Deregister, with the reason for the server's log, in one attempt."""
+        self._run(self.session.leave(reason))
 
     def close(self) -> None:
         """End all operations as soon as their request returns, and close the client."""
@@ -216,26 +242,19 @@ class Membership:
         raise MembershipClosedError("the worker was stopped")
 
     def _send(self, effect: Send) -> Answer | Lost:
-        request, start = effect.request, time.monotonic()
+        request = effect.request
         body = specs_to_bytes(self.specs) if isinstance(request, Register) else effect.body or b""
-        assert isinstance(body, bytes)
+        assert isinstance(body, bytes | bytearray)
         try:
             reply, received = self._client.send(request, body)
         except ServerLostError as error:
             return Lost(str(error))
-        self._measure(request, len(body), len(received or b""), max(time.monotonic() - start, 1e-9))
-        return Answer(reply, received)
-
-    def _measure(self, request: Request, sent: int, received: int, seconds: float) -> None:
-        transfers = self.transfers
         with self._lock:
-            transfers.sent_bytes += sent
-            transfers.received_bytes += received
-            if isinstance(request, Submit):
-                transfers.upload_bytes_per_second = sent / seconds
-            elif received:
-                transfers.last_received_bytes = received
-                transfers.download_bytes_per_second = received / seconds
+            self.transfers.sent_bytes += len(body)
+            if received:
+                self.transfers.received_bytes += len(received)
+                self.transfers.last_received_bytes = len(received)
+        return Answer(reply, received)
 
 
 def this_process() -> dict[str, object]:
@@ -256,18 +275,42 @@ def lives_here(incumbent: Mapping[str, object]) -> bool | None:
     return pid != os.getpid() and is_endpoint_pid_alive(pid, float(started_at))
 
 
-def read_version(delivery: Delivery, specs: Sequence[ParameterSpec], base: Version | None = None) -> Version | None:
-    """The version that arrived; None if its hash is not the server's, or `base` is not what its update is relative to.
+def undecoded_version(
+    delivery: Delivery, specs: Sequence[ParameterSpec], base: Version | None = None
+) -> Version | None:
+    """The version that arrived, as it did; None if `base` is not what its update is relative to.
 
     Raises:
         InvalidTensorsError: for a body without exactly these parameters.
     """
     ready, body = delivery.ready, delivery.body
     assert isinstance(body, bytes | bytearray | memoryview)
-    tensors = decode(read_body(body), specs, ready.codec)
-    if ready.kind == "update":
-        if base is None or ready.version != base.number + 1:
-            return None
+    tensors, is_update = Encoded(body, specs, ready.codec), ready.kind == "update"
+    if is_update and (base is None or ready.version != base.number + 1):
+        return None
+    return Version(ready.version, tensors, ready.num_contributors, is_update, ready.digest)
+
+
+def read_version(delivery: Delivery, specs: Sequence[ParameterSpec], base: Version | None = None) -> Version | None:
+    """The version that arrived; None if its hash is not the server's, or `base` is not what its update is relative to.
+
+    Raises:
+        InvalidTensorsError: for a body without exactly these parameters.
+    """
+    found = undecoded_version(delivery, specs, base)
+    if found is None:
+        return None
+    tensors = dict(found.parameters)
+    if found.is_update:
+        assert base is not None
         tensors = {name: base.parameters[name] + update for name, update in tensors.items()}
-    is_intact = ready.digest in ("", digest(tensors))
-    return Version(ready.version, tensors, ready.num_contributors) if is_intact else None
+    is_intact = found.digest in ("", digest(tensors))
+    return Version(found.number, tensors, found.num_contributors) if is_intact else None
+
+
+def always_damaged(version: int, fragment: int) -> InvalidTensorsError:
+    """The error about a version that never arrives as the server has it."""
+    return InvalidTensorsError(
+        f"version {version} of fragment {fragment} arrived {ATTEMPTS} times with another hash than the server's; check "
+        f"the network and the memory of both machines."
+    )

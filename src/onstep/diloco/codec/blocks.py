@@ -56,47 +56,52 @@ class BlockFormat:
         flat, count = tensor.reshape(-1), tensor.numel()
         levels = torch.empty(math.prod(self.levels_shape(shape)), dtype=self.levels_dtype)
         scales = torch.empty(self.num_blocks(shape))
+        work = torch.empty(min(count, CHUNK_VALUES) + self.block, dtype=flat.dtype)
         for start in range(0, count, CHUNK_VALUES):
             piece = flat[start : start + CHUNK_VALUES]
             size = piece.numel()
-            blocks = pad(piece, (0, -size % self.block)).view(-1, self.block)
+            whole = pad(piece, (0, -size % self.block)) if size % self.block else piece  # pad would copy it
+            blocks = whole.view(-1, self.block)
             first = start // self.block
-            chunk, scales[first : first + len(blocks)] = self._quantize(name, blocks)
+            chunk = work[: blocks.numel()].view(-1, self.block)
+            self._quantize(name, blocks, scales[first : first + len(blocks)], chunk)
             packed = chunk.view(-1)[:size] if self.bits == 8 else _pack(chunk.view(-1)[: size + size % 2])
             at = start * self.bits // 8
             levels[at : at + packed.numel()] = packed
         return levels.view(self.levels_shape(shape)), scales
 
-    def _quantize(self, name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        largest = blocks.abs().amax(1)
+    def _quantize(self, name: str, blocks: Tensor, scales: Tensor, levels: Tensor) -> None:
+        """Write the scales of blocks, and their levels as integers in the dtype of the blocks."""
+        largest = torch.abs(blocks, out=levels).amax(1)
         if not bool(torch.isfinite(largest).all()):
             raise InvalidTensorsError(f"{name}: it has elements that are NaN or infinite, which cannot be averaged.")
-        scales = (largest / self.top).clamp_(max=_LARGEST_SCALE).float()
+        scales.copy_((largest / self.top).clamp_(max=_LARGEST_SCALE))
         divisors = torch.where(scales == 0, 1.0, scales).to(blocks.dtype)
-        levels = (blocks / divisors[:, None]).round_().clamp_(-self.top, self.top)
-        return levels.to(torch.int8), scales
+        torch.div(blocks, divisors[:, None], out=levels).round_().clamp_(-self.top, self.top)
 
-    def decode(self, levels: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor, in `dtype`: each element is one product, so every processor computes the same bits."""
-        count = math.prod(shape)
-        result = torch.empty(count, dtype=dtype)
-        flat = levels.reshape(-1)
+    def decode(
+        self, levels: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """The tensor, in `dtype`: each element is one product, so every processor computes the same bits.
+
+        Args:
+            out: of this shape and dtype, to write to.
+        """
+        result = torch.empty(shape, dtype=dtype) if out is None else out
+        flat, count = result.view(-1), math.prod(shape)
         for start in range(0, count, CHUNK_VALUES):
-            size = min(CHUNK_VALUES, count - start)
-            at = start * self.bits // 8
-            piece = flat[at : at - (-size * self.bits // 8)]
-            values = (piece if self.bits == 8 else _unpack(piece)[:size]).to(dtype)
-            first = start // self.block
-            whole = size - size % self.block
-            blocks = whole // self.block
-            torch.mul(
-                values[:whole].view(-1, self.block),
-                scales[first : first + blocks, None].to(dtype),
-                out=result[start : start + whole].view(-1, self.block),
-            )
-            if whole < size:
-                torch.mul(values[whole:], scales[first + blocks].to(dtype), out=result[start + whole : start + size])
-        return result.view(shape)
+            self.decode_part(levels, scales, start, flat[start : start + CHUNK_VALUES])
+        return result
+
+    def decode_part(self, levels: Tensor, scales: Tensor, start: int, result: Tensor) -> None:
+        """Write the elements from `start` on, the first of a block, to `result`, which is flat."""
+        size, at, first = result.numel(), start * self.bits // 8, start // self.block
+        piece = levels.view(-1)[at : at - (-size * self.bits // 8)]
+        result.copy_(piece if self.bits == 8 else _unpack(piece)[:size])
+        whole, blocks = size - size % self.block, size // self.block
+        result[:whole].view(-1, self.block).mul_(scales[first : first + blocks, None].to(result.dtype))
+        if whole < size:
+            result[whole:].mul_(scales[first + blocks].to(result.dtype))
 
 
 def are_valid_scales(scales: Tensor) -> bool:
@@ -106,7 +111,7 @@ def are_valid_scales(scales: Tensor) -> bool:
 
 def _pack(levels: Tensor) -> Tensor:
     """Two levels per byte, the first in the lower half, each plus 8."""
-    halves = (levels + 8).view(torch.uint8)
+    halves = (levels + 8).to(torch.uint8)
     return halves[0::2] | (halves[1::2] << 4)
 
 

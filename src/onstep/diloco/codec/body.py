@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from onstep.checkpoint.format.tensor_file import write_tensors
-from onstep.checkpoint.format.tensor_header import LENGTH_BYTES, build_header, header_length, parse_header
+from onstep.checkpoint.format.tensor_header import (
+    DTYPES_BY_NAME,
+    LENGTH_BYTES,
+    build_header,
+    header_length,
+    parse_header,
+)
 from onstep.diloco.codec.specs import InvalidTensorsError
+from onstep.diloco.protocol.messages import ParameterSpec
 from onstep.errors import CheckpointError
 
 _WHERE = "the body"
@@ -21,6 +28,23 @@ def write_body(tensors: Mapping[str, Tensor]) -> bytes:
     file = io.BytesIO()
     write_tensors(file, tensors)
     return file.getvalue()
+
+
+class Body:
+    """The body that `write_body` makes of encoded tensors, in memory that is there before they are.
+
+    Args:
+        specs: of the encoded tensors.
+    """
+
+    def __init__(self, specs: Sequence[ParameterSpec]) -> None:
+        # with shapes, but without memory
+        outline = {one.name: torch.empty((), dtype=DTYPES_BY_NAME[one.dtype]).expand(one.shape) for one in specs}
+        header = build_header(outline, {})
+        self.memory = bytearray(len(header) + sum(one.nbytes for one in outline.values()))
+        self.memory[: len(header)] = header
+        self.tensors = read_body(self.memory)
+        """Views of the memory, to be filled."""
 
 
 def body_bytes(tensors: Mapping[str, Tensor]) -> int:

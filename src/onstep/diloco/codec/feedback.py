@@ -2,81 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from onstep.diloco.codec.formats import decode, encode
-from onstep.diloco.codec.specs import InvalidTensorsError, specs_of
+from onstep.diloco.codec.body import Body
+from onstep.diloco.codec.formats import decode, encode, encoded_specs
+from onstep.diloco.protocol.messages import ParameterSpec
 
 
 class ErrorFeedback:
-    """Encodes differences and keeps the error of each parameter, in float32 on the host.
+    """The error of each parameter, on the host, in float32, or float64 for parameters in float64.
+
+    A rank of several has its part of each, as of the differences that the errors are added to.
 
     Source: Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", algorithm 2.
     """
 
     def __init__(self) -> None:
         self.residuals: dict[str, Tensor] = {}
-        self._before: dict[str, Tensor] = {}
-        self.relative_error = 0.0
-        """Norm of the last encoding's error, relative to the norm of its input."""
+        self.before: dict[str, Tensor] = {}
+        """Those before the last encoding, for `undo`."""
 
-    def encode(self, tensors: Mapping[str, Tensor], codec: str) -> dict[str, Tensor]:
-        """Encode the tensors plus their residuals of earlier encodings. An exact codec leaves no residuals.
+    def corrected(self, name: str, difference: Tensor) -> Tensor:
+        """What is to be encoded: the difference plus the residual of earlier encodings."""
+        residual = self.residuals.get(name)
+        return difference if residual is None else difference + residual
 
-        Raises:
-            InvalidTensorsError: if an element is not finite; the residuals are then as before.
-        """
-        wanted = {name: self._with_residual(name, tensor.detach().cpu()) for name, tensor in tensors.items()}
-        encoded = encode(wanted, codec)
-        lost: dict[str, Tensor] = {}
-        if codec != "fp32":
-            decoded = decode(encoded, specs_of(wanted), codec)
-            lost = {name: tensor.to(decoded[name].dtype) - decoded[name] for name, tensor in wanted.items()}
-        self._take_out(tensors, self._before)
-        self._before.update((name, self.residuals.pop(name)) for name in tensors if name in self.residuals)
-        self.residuals.update(lost)
-        self.relative_error = _norm(lost) / (_norm(wanted) or 1.0) if lost else 0.0
-        return encoded
+    def replace(self, names: Iterable[str], residuals: Mapping[str, Tensor]) -> None:
+        """Note an encoding of these parameters, and what it has lost; an exact codec leaves no residuals."""
+        for name in names:
+            _move(name, self.residuals, self.before)
+        self.residuals.update(residuals)
 
     def undo(self, names: Iterable[str]) -> None:
         """Undo the last encoding of these parameters, which was not counted: its input will be encoded again."""
-        names = list(names)
-        self._take_out(names, self.residuals)
-        self.residuals.update((name, self._before.pop(name)) for name in names if name in self._before)
+        for name in names:
+            _move(name, self.before, self.residuals)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the residuals of these parameters: a submission that this process does not know contains them."""
-        self._take_out(names, self.residuals)
-
-    def _take_out(self, names: Iterable[str], tensors: dict[str, Tensor]) -> None:
         for name in names:
-            tensors.pop(name, None)
+            self.residuals.pop(name, None)
 
-    def _with_residual(self, name: str, tensor: Tensor) -> Tensor:
-        residual = self.residuals.get(name)
-        return tensor if residual is None else tensor + residual
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The residuals by parameter, and those before the last encoding, for `undo`."""
-        return {"residuals": dict(self.residuals), "before": dict(self._before)}
+def _move(name: str, source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    target.pop(name, None)
+    if name in source:
+        target[name] = source.pop(name)
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Restore the residuals of another process.
+
+class Encoder:
+    """Encodes the parameters of a fragment into the body of a submission, one whole tensor at a time.
+
+    Raises:
+        ConfigError: for an unknown codec.
+    """
+
+    def __init__(self, specs: Sequence[ParameterSpec], codec: str) -> None:
+        self.codec = codec
+        self._specs = {spec.name: spec for spec in specs}
+        self._body = Body(encoded_specs(specs, codec))
+        self._wanted, self._lost = 0.0, 0.0
+
+    def add(self, name: str, wanted: Tensor) -> Tensor | None:
+        """Encode a parameter; returns what the codec has lost of it, or None if it is exact.
 
         Raises:
-            InvalidTensorsError: for a residual of a parameter that this model does not have, or of another shape.
+            InvalidTensorsError: if an element is not finite, or too large.
         """
-        for name, tensor in [*state["residuals"].items(), *state["before"].items()]:
-            if tuple(tensor.shape) != shapes.get(name):
-                raise InvalidTensorsError(
-                    f"{name}: the checkpoint has a residual of shape {list(tensor.shape)}, but this model has "
-                    f"{list(shapes[name]) if name in shapes else 'no such parameter'}; resume with the same model."
-                )
-        self.residuals = {name: tensor.cpu() for name, tensor in state["residuals"].items()}
-        self._before = {name: tensor.cpu() for name, tensor in state["before"].items()}
+        encoded = encode({name: wanted}, self.codec)
+        for part, tensor in encoded.items():
+            self._body.tensors[part].copy_(tensor)
+        if self.codec == "fp32":
+            return None
+        lost = decode(encoded, [self._specs[name]], self.codec)[name]
+        lost = torch.sub(wanted, lost, out=lost)
+        self._wanted, self._lost = self._wanted + _square(wanted), self._lost + _square(lost)
+        return lost
+
+    @property
+    def relative_error(self) -> float:
+        """Norm of what was lost, relative to the norm of what was encoded."""
+        return math.sqrt(self._lost / self._wanted) if self._wanted else 0.0
+
+    def finish(self) -> bytearray:
+        """The body, after all parameters."""
+        return self._body.memory
 
 
-def _norm(tensors: Mapping[str, Tensor]) -> float:
-    return float(sum(float(tensor.double().pow(2).sum()) for tensor in tensors.values()) ** 0.5)
+def _square(tensor: Tensor) -> float:
+    return float(tensor.double().pow(2).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -9,13 +10,12 @@ import torch
 from torch import Tensor
 
 from onstep.checkpoint.format.tensor_header import DTYPE_NAMES
-from onstep.diloco.codec.blocks import BlockFormat, are_valid_scales
+from onstep.diloco.codec.blocks import CHUNK_VALUES, BlockFormat, are_valid_scales
 from onstep.diloco.codec.specs import InvalidTensorsError, master_dtype
 from onstep.diloco.protocol.messages import ParameterSpec
 from onstep.diloco.sizes import BLOCKS, check_codec
 
 BLOCK_FORMATS = {"int8": BlockFormat(8, BLOCKS["int8"]), "int4": BlockFormat(4, BLOCKS["int4"])}
-_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_SUFFIX = "::scale"
 
 
@@ -27,7 +27,7 @@ def encode(tensors: Mapping[str, Tensor], codec: str) -> dict[str, Tensor]:
     """The encoded tensors: data under each name, and in block formats scales under `name::scale`.
 
     The result is on the host; with `fp32` it shares memory with tensors that are there and in float32 or float64. A
-    value beyond the range of `fp16` or `bf16` becomes the largest one, and `ErrorFeedback` sends the rest later.
+    value beyond the range of `bf16` becomes the largest one, and `ErrorFeedback` sends the rest later.
 
     Raises:
         InvalidTensorsError: if an element is not finite.
@@ -39,15 +39,15 @@ def encode(tensors: Mapping[str, Tensor], codec: str) -> dict[str, Tensor]:
         if codec in BLOCK_FORMATS:
             encoded[name], encoded[name + SCALE_SUFFIX] = BLOCK_FORMATS[codec].encode(name, plain)
         else:
-            _require_finite(name, _is_finite(plain))
-            encoded[name] = _cast(plain, _CASTS[codec]) if codec in _CASTS else plain
+            _require_finite(name, is_finite(plain))
+            encoded[name] = _bf16(plain) if codec == "bf16" else plain
     return encoded
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = torch.finfo(dtype).max
-    cast = tensor.to(dtype)
-    return cast if _is_finite(cast) else tensor.clamp(-largest, largest).to(dtype)
+def _bf16(tensor: Tensor) -> Tensor:
+    largest = torch.finfo(torch.bfloat16).max
+    cast = tensor.bfloat16()
+    return cast if is_finite(cast) else tensor.clamp(-largest, largest).bfloat16()
 
 
 def decode(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec: str) -> dict[str, Tensor]:
@@ -62,12 +62,35 @@ def decode(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec:
     return {spec.name: decode_one(encoded, spec, codec) for spec in specs}
 
 
-def decode_one(encoded: Mapping[str, Tensor], spec: ParameterSpec, codec: str) -> Tensor:
-    """One tensor, of encoded ones that have passed `check_encoded` and `check_values`."""
+def decode_one(encoded: Mapping[str, Tensor], spec: ParameterSpec, codec: str, out: Tensor | None = None) -> Tensor:
+    """One tensor, of encoded ones that have passed `check_encoded` and `check_values`; in `out`, if that is given."""
     data, dtype = encoded[spec.name], master_dtype(spec.dtype)
     if codec in BLOCK_FORMATS:
-        return BLOCK_FORMATS[codec].decode(data, encoded[spec.name + SCALE_SUFFIX], spec.shape, dtype)
-    return data.to(dtype)
+        return BLOCK_FORMATS[codec].decode(data, encoded[spec.name + SCALE_SUFFIX], spec.shape, dtype, out)
+    return data.to(dtype) if out is None else out.copy_(data)
+
+
+def decode_part(encoded: Mapping[str, Tensor], spec: ParameterSpec, codec: str, start: int, out: Tensor) -> Tensor:
+    """As many of its elements as a flat `out` has, from `start`, a multiple of 128, on; in `out`, or where they are."""
+    data = encoded[spec.name].view(-1)
+    if codec in BLOCK_FORMATS:
+        BLOCK_FORMATS[codec].decode_part(data, encoded[spec.name + SCALE_SUFFIX], start, out)
+        return out
+    part = data[start : start + out.numel()]
+    return part if part.dtype == out.dtype else out.copy_(part)
+
+
+def norm(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec: str) -> float:
+    """The L2 norm of all elements, of encoded tensors that have passed `check_encoded`; infinite if it overflows."""
+    norms, work = [], torch.empty(0)
+    for spec in specs:
+        count = math.prod(spec.shape)
+        if work.dtype != master_dtype(spec.dtype) or not work.numel():
+            work = torch.empty(CHUNK_VALUES, dtype=master_dtype(spec.dtype))
+        for start in range(0, count, CHUNK_VALUES):
+            part = decode_part(encoded, spec, codec, start, work[: min(CHUNK_VALUES, count - start)])
+            norms.append(float(torch.linalg.vector_norm(part)))
+    return math.hypot(*norms)
 
 
 def check_values(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], codec: str) -> None:
@@ -75,11 +98,11 @@ def check_values(encoded: Mapping[str, Tensor], specs: Sequence[ParameterSpec], 
     for spec in specs:
         if codec in BLOCK_FORMATS:
             scales = encoded[spec.name + SCALE_SUFFIX]
-            is_finite, factor = are_valid_scales(scales), BLOCK_FORMATS[codec].top
+            has_finite, factor = are_valid_scales(scales), BLOCK_FORMATS[codec].top
         else:
             scales = encoded[spec.name]
-            is_finite, factor = _is_finite(scales), 1
-        _require_finite(spec.name, is_finite)
+            has_finite, factor = is_finite(scales), 1
+        _require_finite(spec.name, has_finite)
         if scales.numel() and factor * max(map(abs, map(float, torch.aminmax(scales)))) > LARGEST:
             raise InvalidTensorsError(
                 f"{spec.name}: it has elements beyond {LARGEST:g}, with which an average overflows; lower the "
@@ -125,7 +148,8 @@ def _encoded_spec(spec: ParameterSpec, codec: str) -> tuple[ParameterSpec, ...]:
         form = BLOCK_FORMATS[codec]
         levels = ParameterSpec(spec.name, form.levels_shape(spec.shape), DTYPE_NAMES[form.levels_dtype])
         return levels, ParameterSpec(spec.name + SCALE_SUFFIX, (form.num_blocks(spec.shape),), "F32")
-    return (ParameterSpec(spec.name, spec.shape, DTYPE_NAMES[_CASTS.get(codec, master_dtype(spec.dtype))]),)
+    dtype = torch.bfloat16 if codec == "bf16" else master_dtype(spec.dtype)
+    return (ParameterSpec(spec.name, spec.shape, DTYPE_NAMES[dtype]),)
 
 
 def _require_finite(name: str, is_finite: bool) -> None:
@@ -133,9 +157,9 @@ def _require_finite(name: str, is_finite: bool) -> None:
         raise InvalidTensorsError(f"{name}: it has elements that are NaN or infinite, which cannot be averaged.")
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """In one pass and without a mask: NaN and infinity show in the extremes."""
-    if not tensor.numel():
+    if not tensor.numel() or not tensor.is_floating_point():
         return True
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from blake3 import blake3
@@ -41,10 +41,31 @@ def master_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in ("F64", torch.float64) else torch.float32
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """BLAKE3 hash of the bytes of all tensors in the order of their names: 64 hexadecimal digits."""
-    hasher = blake3()
+class Digest:
+    """BLAKE3 hash of the bytes of tensors that are added in the order of their names."""
+
+    def __init__(self) -> None:
+        self._hasher = blake3()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add the next tensor."""
+        self._hasher.update(name.encode())
+        self._hasher.update(bytes_of(tensor))
+
+    def text(self) -> str:
+        """64 hexadecimal digits."""
+        return str(self._hasher.hexdigest())
+
+
+def digest(tensors: Mapping[str, Tensor], release: Callable[[Tensor], None] = lambda tensor: None) -> str:
+    """The `Digest` of all tensors.
+
+    Args:
+        tensors: by name.
+        release: called with each tensor that was read.
+    """
+    hasher = Digest()
     for name in sorted(tensors):
-        hasher.update(name.encode())
-        hasher.update(bytes_of(tensors[name]))
-    return hasher.hexdigest()
+        hasher.add(name, tensors[name])
+        release(tensors[name])
+    return hasher.text()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from onstep.diloco.protocol.aging import Contribution, scale_of, steps_of_round
+from onstep.diloco.protocol.losses import GIVEN_UP, NOT_THEIRS, TOO_OLD, WENT_BACK, Losses
 from onstep.diloco.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -33,8 +35,9 @@ from onstep.diloco.protocol.messages import (
 )
 from onstep.diloco.protocol.relay import Relay
 from onstep.diloco.protocol.roster import Member, Roster
-from onstep.diloco.protocol.rounds import Closed, Contribution, Rounds
+from onstep.diloco.protocol.rounds import Closed, Rounds
 from onstep.diloco.protocol.settings import STATE_VERSION, check_settings, check_state, misfit
+from onstep.errors import ConfigError
 
 
 class Coordinator:
@@ -49,8 +52,8 @@ class Coordinator:
     has passed (see `Arrivals`). Until `num_workers` have been registered, or have submitted, at the
     same time, the first round closes only by its deadline.
 
-    A submission that is late by `s` versions joins the open round with the weight `tokens / (1 + s)`, or is dropped if
-    `s > max_staleness`. In asynchronous mode every submission is a round of its own and is never too late.
+    A submission that is late by `s` rounds joins the open round with less weight, or is dropped if `s > max_staleness`
+    (see `aging`). In asynchronous mode every submission is a round of its own.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class Coordinator:
         """Incremented when the roster changes; `state_dict` must then be persisted before the request is answered."""
         self.counts: Counter[str] = Counter()
         self.relay = Relay()
+        self.on_member: Callable[[str, str, str], None] = lambda kind, worker_id, reason: None
+        """Called when a worker has come or gone, with the name under which that is counted, and the reason it gave."""
         self._roster = Roster(settings.num_workers)
         self._rounds = [Rounds(fragment, now) for fragment in range(settings.num_fragments)]
         self._has_assembled = False
@@ -100,9 +105,23 @@ class Coordinator:
         return self._roster.last_seen.keys()
 
     @property
+    def losses(self) -> Losses:
+        """The steps that no round has and none will have."""
+        return self._roster.losses
+
+    def open_steps(self, worker_id: str) -> int:
+        """The steps of a worker that are in no submission, as far as it has said."""
+        return self._roster.members[worker_id].open_steps
+
+    @property
     def step(self) -> int:
         """Optimizer steps of the run so far."""
         return round(max(rounds.committed.steps for rounds in self._rounds))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens in all committed submissions: each is in those of every fragment."""
+        return self._rounds[0].committed.tokens
 
     def handle(self, request: Request, now: float) -> Reply:
         """Answer a request."""
@@ -151,6 +170,29 @@ class Coordinator:
         self.counts += _counted(closed)
         self._close_if_due(rounds, now)
 
+    def hold_back(self, closed: Closed, reasons: Mapping[int, str]) -> Closed:
+        """Take contributions, by their index, out of a round that is being executed; returns what is left of it."""
+        if reasons:
+            self.counts["held_back"] += len(reasons)
+            for index in reasons if closed.fragment == 0 else ():
+                submit = closed.contributions[index].submit
+                if closed.restores is None:
+                    self._roster.take_back_submission(submit)
+                else:
+                    self.losses.note(submit.worker_id, submit.steps, WENT_BACK)
+            closed = self._rounds[closed.fragment].hold_back(closed, reasons)
+        return closed
+
+    def go_back(self, version: int, now: float) -> None:
+        """Make an earlier version of each fragment its next one; what workers have begun since does not count.
+
+        Raises:
+            ConfigError: while a round is being executed.
+        """
+        if any(rounds.closing for rounds in self._rounds):
+            raise ConfigError("a round is being committed; go back when it is there.")
+        self._to_take.extend(rounds.go_back(version, now) for rounds in self._rounds)
+
     def forget_update(self, fragment: int) -> None:
         """Send whole parameters from now on: the owner has freed the update to the newest version."""
         self._rounds[fragment].has_update = False
@@ -162,7 +204,13 @@ class Coordinator:
             return member
         self._roster.touch(request.worker_id, now)
         rounds = self._rounds_of(request.fragment)
-        return rounds if isinstance(rounds, Refused) else rounds.answer(request, self.settings)
+        if isinstance(rounds, Refused):
+            return rounds
+        answer = rounds.answer(request, self.settings)
+        if answer is None and request.fragment in member.void:
+            reason = "another worker was given the share of the data that it was trained on"
+            return Dropped(reason, rounds.version, is_anew=True)
+        return answer
 
     def evict(self, worker_id: str, now: float) -> bool:
         """Remove a worker as after its heartbeat timeout; whether it was registered."""
@@ -174,7 +222,7 @@ class Coordinator:
         return self.relay.add(name)
 
     def set_num_workers(self, num_workers: int, now: float) -> None:
-        """Expect another number of workers; the quorum stays.
+        """Expect another number of workers; the quorum stays, and so does the division of the data.
 
         Raises:
             ConfigError: if it is below the quorum.
@@ -182,7 +230,6 @@ class Coordinator:
         settings = replace(self.settings, num_workers=num_workers)
         check_settings(settings)
         self.settings = settings
-        self._roster.num_slots = num_workers
         self._has_assembled = self._are_all_there()
         self.revision += 1
         for rounds in self._rounds:
@@ -198,17 +245,26 @@ class Coordinator:
         refused = misfit(request, self.fingerprint, self.settings.num_fragments)
         if refused is not None:
             return refused
-        is_known = request.worker_id in self._roster.members
+        before = self._roster.members.get(request.worker_id)
+        is_known = before is not None
         is_same = not isinstance(self._roster.find(request.worker_id, request.session), Refused)
+        is_same_session = before is not None and before.session == request.session
         member = self._roster.enter(request, now, self._rounds[0].next_sequence(request.worker_id))
         if isinstance(member, Refused):
             return member
         if member.session != request.session:
             incumbent = self._roster.incumbent(member, now)
             return replace(self._registered(member), offer=member.offer, incumbent=incumbent)
+        has_work = is_same_session or request.resumes_at is not None
+        if not has_work:
+            member.void = []
+        elif not member.keeps_share:
+            member.void = list(range(self.settings.num_fragments))
         if not is_same:
             self.revision += 1
-            self.counts["rejoins" if is_known else "joins"] += 1
+            kind = "rejoins" if is_known else "joins"
+            self.counts[kind] += 1
+            self.on_member(kind, request.worker_id, "")
             self._has_assembled = self._has_assembled or self._are_all_there()
         for rounds in self._rounds:
             if rounds.version == 0 and not rounds.open.contributions:
@@ -230,6 +286,7 @@ class Coordinator:
             step=self.step,
             next_sequences=tuple(self._next_sequence(rounds, member) for rounds in self._rounds),
             slot_steps=self._roster.slot_steps[member.slot],
+            has_share=member.has_share,
             command_number=self.relay.number,
         )
 
@@ -242,7 +299,7 @@ class Coordinator:
         if isinstance(answer, Accepted):
             self.counts["repeats"] += 1
         elif isinstance(answer, Dropped):
-            self._count_dropped(request, now)
+            self._count_dropped(request, answer, now)
         if answer is not None:
             return answer
         rounds = self._rounds[request.fragment]
@@ -252,18 +309,24 @@ class Coordinator:
         if staleness:
             self.counts["late"] += 1
             rounds.observe_late(request, now)
-        weight = request.tokens / (1 + staleness) if self.settings.mode == "sync" else float(request.tokens)
         if request.fragment == 0:  # all fragments of a step are trained on the same data
             self._roster.note_submission(request)
-        rounds.add(Contribution(request, weight), now, self._roster.last_seen.keys(), self.settings)
+        contribution = Contribution(request, float(request.tokens), scale_of(request, staleness, self.settings))
+        rounds.add(contribution, now, self._roster.last_seen.keys(), self.settings)
         self._close_if_due(rounds, now)
         return Accepted(version)
 
-    def _count_dropped(self, request: Submit, now: float) -> None:
+    def _count_dropped(self, request: Submit, answer: Dropped, now: float) -> None:
         rounds = self._rounds[request.fragment]
         if rounds.was_dropped(request):
             self.counts["repeats"] += 1
             return
+        member = self._roster.members[request.worker_id]
+        is_back, is_void = request.base_version < rounds.restored_at, request.fragment in member.void
+        reason = WENT_BACK if is_back else NOT_THEIRS if is_void else TOO_OLD
+        self.losses.note(request.worker_id, request.steps, reason, request.fragment)
+        member.submitted_steps += 0 if request.fragment else request.steps
+        member.void = [one for one in member.void if one != request.fragment]
         rounds.observe_late(request, now)
         rounds.drop(request)
         self.counts["dropped"] += 1
@@ -279,10 +342,15 @@ class Coordinator:
         if request.sequence is not None:
             version = rounds.known_version(request.worker_id, request.sequence)
             if version is None:
-                return NotYet(rounds.version, is_pending=False)
+                dropped = rounds.dropped(request.worker_id, request.sequence)
+                return NotYet(rounds.version, is_pending=False) if dropped is None else dropped
             if version > rounds.version:
                 return NotYet(rounds.version)
         return self._ready(request, rounds) if request.version <= rounds.version else NotYet(rounds.version)
+
+    def explained(self, reply: NotYet, fragment: int) -> NotYet:
+        """The same answer, with what the round waits for."""
+        return self._rounds[fragment].explained(reply, self._roster.last_seen.keys())
 
     def _ready(self, request: Await, rounds: Rounds) -> Ready:
         """The newest version: as an update, if the owner has it and the worker has the previous version."""
@@ -295,6 +363,7 @@ class Coordinator:
             codec=codec if is_update else "fp32",
             digest=rounds.committed.digest,
             num_contributors=len(rounds.committed.contributors),
+            command_number=self.relay.number,
         )
 
     def _heartbeat(self, request: Heartbeat, now: float) -> Reply:
@@ -302,7 +371,8 @@ class Coordinator:
         if isinstance(member, Refused):
             return member
         self._roster.touch(request.worker_id, now)
-        member.step, member.command_number = request.step, request.command_number
+        member.command_number = request.command_number
+        self._note_progress(member, request)
         if request.steps_per_second > 0:
             self._roster.note_speed(member, request.steps_per_second)
         recommended, relay = self._recommended(member), self.relay
@@ -318,20 +388,26 @@ class Coordinator:
     def _deregister(self, request: Deregister, now: float) -> Reply:
         member = self._roster.find(request.worker_id, request.session)
         if isinstance(member, Member):
+            self._note_progress(member, request)
             member.retire()
-            self._leave(request.worker_id, "departures", now)
+            self._leave(request.worker_id, "departures", now, request.reason)
         return Left()
 
-    def _leave(self, worker_id: str, counted_as: str, now: float) -> bool:
-        was_registered = self._remove(worker_id, counted_as)
+    def _note_progress(self, member: Member, request: Heartbeat | Deregister) -> None:
+        lost = member.note_progress(request.step, request.lost_steps)
+        self.losses.note(member.worker_id, lost, GIVEN_UP)
+
+    def _leave(self, worker_id: str, counted_as: str, now: float, reason: str = "") -> bool:
+        was_registered = self._remove(worker_id, counted_as, reason)
         for rounds in self._rounds:
             self._close_if_due(rounds, now)
         return was_registered
 
-    def _remove(self, worker_id: str, counted_as: str) -> bool:
+    def _remove(self, worker_id: str, counted_as: str, reason: str = "") -> bool:
         was_registered = self._roster.leave(worker_id)
         if was_registered:
             self.counts[counted_as] += 1
+            self.on_member(counted_as, worker_id, reason)
             self.revision += 1
         return was_registered
 
@@ -340,14 +416,16 @@ class Coordinator:
             closed = rounds.close(now) if rounds.open.contributions else None
         else:
             has_begun = rounds.version > 0 or self._has_assembled
-            closed = rounds.close_if_due(now, self._roster.last_seen.keys(), has_begun)
+            closed = rounds.close_if_due(now, self._roster.last_seen.keys(), has_begun, self.settings)
         if closed is not None:
             self._to_take.append(closed)
 
     def _steps_of(self, closed: Closed) -> float:
         """Optimizer steps by which a version advances the run."""
-        steps = max(one.submit.steps for one in closed.contributions)
-        return steps if self.settings.mode == "sync" else steps / max(1, len(self._roster.last_seen))
+        if self.settings.mode == "sync":
+            return steps_of_round(closed.contributions, closed.version)
+        steps = max((one.scale * one.submit.steps for one in closed.contributions), default=0)
+        return steps / max(1, len(self._roster.last_seen))
 
     def state_dict(self) -> dict[str, object]:
         """JSON-safe: everything committed. Open rounds are rebuilt from repeated submissions."""
@@ -378,6 +456,7 @@ class Coordinator:
             "run_id": self.run_id,
             "mode": self.settings.mode,
             "step": self.step,
+            "tokens": self.tokens,
             "versions": list(self.versions),
             "num_workers": self.settings.num_workers,
             "min_workers": self.settings.min_workers,
@@ -385,13 +464,16 @@ class Coordinator:
             "workers": self._roster.status(now),
             "rounds": [rounds.status(now, self._roster.last_seen.keys()) for rounds in self._rounds],
             "counts": dict(self.counts),
+            "lost_steps": dict(self.losses.steps),
+            "open_steps_of_others": self._roster.open_steps_of_others(),
             "command": {"number": self.relay.number, "name": self.relay.newest},
         }
 
     def _load(self, state: Mapping[str, Any], now: float) -> None:
         check_state(state, self.fingerprint, self.settings.num_fragments)
         self.run_id, self._has_assembled = state["run_id"], state["has_assembled"]
-        self._roster.load_state_dict(state["roster"], now)
+        is_same = state.get("protocol_version") == PROTOCOL_VERSION  # else workers register again, and are refused
+        self._roster.load_state_dict(state["roster"], now, state["roster"]["registered"] if is_same else ())
         self.relay.load_state_dict(state.get("relay", {}))
         for rounds, saved in zip(self._rounds, state["fragments"], strict=True):
             rounds.load_state_dict(saved, now)
@@ -401,4 +483,7 @@ class Coordinator:
 def _counted(closed: Closed) -> Counter[str]:
     """The counts of one committed round."""
     how = "complete_rounds" if closed.is_complete else "rounds_by_deadline"
-    return Counter({"commits": 1, how: 1, "contributions": len(closed.contributions)})
+    counted = Counter({"commits": 1, how: 1, "contributions": len(closed.contributions)})
+    if closed.fragment == 0:
+        counted["steps"] = sum(one.submit.steps for one in closed.contributions)
+    return counted

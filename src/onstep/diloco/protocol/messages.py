@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 PROTOCOL_VERSION = 2
 """Incremented by every incompatible change."""
+STALENESS = {"sync": 1, "async": 8}
+"""Rounds by which a submission may be late, by default, in each mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +65,19 @@ class Settings:
     sync_every: int = 500
     """Optimizer steps between two submissions of the same fragment."""
     num_fragments: int = 1
-    num_shares: int = 1
-    """Servers that each have a share of every fragment. Share `s` of fragment `f`, which is the server's own fragment
-    `f`, is fragment `f * num_shares + s` to a worker; all shares of a fragment are due at the same time."""
     codec: str = "fp32"
     """Of updates that the server sends, and of submissions from workers that choose none."""
     dylu: bool = False
     """Whether slower workers are asked to do fewer steps a round."""
     blend: float = 0.5
     """Share of the local parameters in the merge after a fragment that was in flight (alpha of Streaming DiLoCo)."""
-    max_staleness: int = 1
-    """A submission that is late by more versions than this is dropped."""
+    overlap_steps: int | None = None
+    """Steps of a worker between a submission and the merge of its result (tau of Streaming DiLoCo). None: until
+    the result is there, at most until the next submission; and none with one fragment that is not eager."""
+    eager: bool = False
+    """Whether a worker applies its own pseudo-gradient at once, and the average once it is there (Eager Updates)."""
+    max_staleness: int = STALENESS["sync"]
+    """A submission that is late by more rounds than this is dropped, and its worker starts over."""
     heartbeat_timeout: float = 120.0
     """Seconds of silence after which a worker is evicted; 0 for never."""
     initial_deadline: float = 600.0
@@ -81,12 +85,22 @@ class Settings:
     patience: float = 2.0
     """A round lasts at most this many times as long as it took to reach the quorum, plus a little slack; at least 1."""
 
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether training continues while a fragment is in flight."""
+        return self.num_fragments > 1 or self.overlap_steps is not None or self.eager
+
     @classmethod
     def with_quorum(
         cls, num_workers: int, mode: Literal["sync", "async"] = "sync", min_workers: int | None = None, **others: Any
     ) -> Settings:
-        """The settings whose quorum is more than half of the expected workers, unless it is given."""
+        """The settings whose quorum is more than half of the expected workers, unless it is given.
+
+        In asynchronous mode, work may be older by default: that of a slow worker is old without any absence.
+        """
         quorum = 1 if mode == "async" else num_workers // 2 + 1
+        if mode in STALENESS:  # who reads the settings refuses any other
+            others.setdefault("max_staleness", STALENESS[mode])
         return cls(mode, num_workers, quorum if min_workers is None else min_workers, **others)
 
 
@@ -112,6 +126,8 @@ class Register:
     """First sequence number of fragment 0 after the restored state; None for a worker without one."""
     details: dict[str, object] = field(default_factory=dict)
     """What else the worker says of itself, for the status: JSON-safe."""
+    kept_steps: int = 0
+    """Those of `step` that an earlier session could not submit, and this one will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +152,11 @@ class Registered:
     """Optimizer steps submitted from this share of the data so far: where its data continues."""
     command_number: int = 0
     """Number of the newest command for workers: earlier ones are not for a session that begins now."""
+    has_share: bool = True
+    """Whether the share is this worker's alone; False if all shares are taken, so that another worker has it, too."""
+    outer_lr: float = 0.0
+    """Of the outer optimizer, for eager updates; 0 without them."""
+    outer_momentum: float = 0.0
     incumbent: dict[str, object] = field(default_factory=dict)
     """With an offer, the session that has the id, if it is registered: `machine`, `pid`, `started_at` and
     `silent_seconds`."""
@@ -151,12 +172,15 @@ class Submit:
     """Numbers the submissions of a worker and fragment, through all its sessions: 0, 1, 2, ..."""
     fragment: int
     base_version: int
-    """The version whose parameters the worker subtracted its own from."""
+    """The version that the oldest work in it began from; the worker's parameters were subtracted from those of this
+    version, or of a later one."""
     tokens: int
     """Tokens (or samples, or steps: the same unit for all workers) behind it, its weight in the average; > 0."""
     steps: int
     """Optimizer steps that led to it."""
     codec: str = "fp32"
+    loss: float | None = None
+    """Mean over its tokens; None if the worker does not know it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +199,8 @@ class Dropped:
     reason: str
     version: int
     """Newest version of the fragment."""
+    is_anew: bool = False
+    """Whether the worker gives up its own progress, and continues from the newest version as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +233,11 @@ class Ready:
     """Hash of the version's parameters, equal on all workers."""
     num_contributors: int = 0
     """Workers whose submissions the version contains."""
+    command_number: int = 0
+    """Number of the newest command for workers: one that has an older one asks for it at once, by a heartbeat."""
+    outer_lr: float | None = None
+    """Of the outer optimizer now, for eager updates; None without them."""
+    outer_momentum: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +249,10 @@ class NotYet:
     is_pending: bool = True
     """Whether the submission that was asked about is in a round. If not, the server that accepted it died before the
     round was committed: send it again."""
+    missing: tuple[str, ...] = ()
+    """Some of the registered workers without a submission in the round, by name."""
+    num_arrived: int = 0
+    """Workers with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +265,8 @@ class Heartbeat:
     step: int = 0
     command_number: int = 0
     """Number of the newest command that this worker has received."""
+    lost_steps: int = 0
+    """Steps that this session has given up and not submitted, because they began from a version that was too old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +288,12 @@ class Deregister:
 
     worker_id: str
     session: str
+    step: int | None = None
+    """Optimizer steps that this worker has taken; None if it does not say."""
+    lost_steps: int = 0
+    """As in `Heartbeat`."""
+    reason: str = ""
+    """Why it leaves, in words."""
 
 
 @dataclass(frozen=True, slots=True)

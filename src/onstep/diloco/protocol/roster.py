@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from onstep.diloco.protocol.losses import ENDED, Losses
 from onstep.diloco.protocol.messages import Refused, Register, Submit
 
 NUM_RETIRED = 8
@@ -23,7 +24,9 @@ class Member:
     hostname: str = ""
     step: int = 0
     submitted_steps: int = 0
-    """Those of `step` that were submitted."""
+    """Those of `step` that were submitted, or given up."""
+    lost_steps: int = 0
+    """Those that its session has given up."""
     steps_per_second: float = 0.0
     retired: list[str] = field(default_factory=list)
     """Sessions that left or were replaced: requests of theirs that arrive later must not count."""
@@ -44,6 +47,12 @@ class Member:
     """What the worker says of itself."""
     command_number: int = 0
     """Of the newest command that it has received."""
+    has_share: bool = True
+    """Whether no other registered worker has its slot."""
+    keeps_share: bool = True
+    """Whether nobody else has had its slot since it registered before."""
+    void: list[int] = field(default_factory=list)
+    """Fragments whose next submission must not count: another worker has the samples behind it."""
 
     def accepts(self, request: Register) -> bool:
         """Whether a new session may replace this one; if not yet, it gets a new offer."""
@@ -61,12 +70,30 @@ class Member:
         """Refuse all later requests of the session."""
         self.retired = [*self.retired, self.session][-NUM_RETIRED:]
 
-    def begin_session(self, session: str, step: int) -> None:
-        """Replace the session by that of another process, which may have started from an older state."""
+    @property
+    def open_steps(self) -> int:
+        """Those of `step` that are in no submission, as far as the worker has said."""
+        return max(0, self.step - self.submitted_steps)
+
+    def begin_session(self, session: str, step: int, kept_steps: int) -> int:
+        """Replace the session by that of another process, which may have started from an older state.
+
+        Returns:
+            The steps that no submission has and the new process does not have either.
+        """
         if not self.has_left:
             self.retire()
-        self.session, self.steps_per_second = session, 0.0
-        self.submitted_steps = min(self.submitted_steps, step)
+        lost = self.open_steps - max(0, step - self.submitted_steps, kept_steps)
+        self.session, self.steps_per_second, self.lost_steps = session, 0.0, 0
+        self.submitted_steps = min(self.submitted_steps, max(0, step - kept_steps))
+        return max(0, lost)
+
+    def note_progress(self, step: int | None, lost_steps: int) -> int:
+        """Note what the worker says of its steps; returns those that it has given up since it said so before."""
+        self.step = self.step if step is None else step
+        lost, self.lost_steps = max(0, lost_steps - self.lost_steps), max(lost_steps, self.lost_steps)
+        self.submitted_steps += lost
+        return lost
 
     def note_submission(self, sequence: int, steps: int, slot_steps: int) -> None:
         """Note the newest submission, and the steps of the worker and its slot after it."""
@@ -89,8 +116,11 @@ class Roster:
         self.num_slots = num_slots
         self.members: dict[str, Member] = {}
         self.last_seen: OrderedDict[str, float] = OrderedDict()
+        self.losses = Losses()
         self.slot_steps: Counter[int] = Counter()
         """Optimizer steps taken on each share of the data."""
+        self._holders: dict[int, str] = {}
+        """The worker that each share was given to last."""
         self._fastest = 0.0
 
     @property
@@ -106,7 +136,8 @@ class Roster:
         """
         member = self.members.get(request.worker_id)
         if member is None:
-            member = Member(request.worker_id, request.session, self._free_slot())
+            slot = self._free_slot()
+            member = Member(request.worker_id, request.session, self._shared_slot() if slot is None else slot)
             self.members[request.worker_id] = member
         elif request.session in member.retired:
             return replaced(member)
@@ -115,13 +146,23 @@ class Roster:
                 return member
             if request.resumes_at is not None and next_sequence <= request.resumes_at == member.last_noted:
                 self._take_back_note(member)
-            member.begin_session(request.session, request.step)
+            lost = member.begin_session(request.session, request.step, request.kept_steps)
+            self.losses.note(member.worker_id, lost, ENDED)
+        member.keeps_share = True
         if request.worker_id not in self.last_seen:
-            member.slot = self._slot_again(member)
+            self._give_slot(member)
         member.hostname, member.step, member.details = request.hostname, request.step, request.details
         self.touch(request.worker_id, now)
         self._find_fastest()
         return member
+
+    def _give_slot(self, member: Member) -> None:
+        before, slot = member.slot, self._slot_again(member)
+        member.has_share = slot is not None
+        member.keeps_share = slot == before and self._holders.get(slot) == member.worker_id
+        if slot is not None:
+            member.slot = slot
+            self._holders[slot] = member.worker_id
 
     def find(self, worker_id: str, session: str) -> Member | Refused:
         """The member that sent a request, if it is registered."""
@@ -169,13 +210,20 @@ class Roster:
         """
         member = self.members[submit.worker_id]
         if submit.sequence > member.last_noted:
-            self.slot_steps[member.slot] += submit.steps
+            self.slot_steps[member.slot] += submit.steps if member.has_share else 0
             member.note_submission(submit.sequence, submit.steps, self.slot_steps[member.slot])
+
+    def take_back_submission(self, submit: Submit) -> None:
+        """Undo the note of a submission that was held back: its worker has the steps still, and submits them again."""
+        member = self.members[submit.worker_id]
+        if submit.sequence == member.last_noted:
+            self._take_back_note(member)
 
     def _take_back_note(self, member: Member) -> None:
         """Undo the note of the member's newest submission, unless another worker has used the share since."""
         steps = member.take_back_note()
-        if self.slot_steps[member.last_slot] == member.last_end:
+        is_holder = self._holders.get(member.last_slot) == member.worker_id
+        if is_holder and self.slot_steps[member.last_slot] == member.last_end:
             self.slot_steps[member.last_slot] -= steps
 
     def begin(self, now: float) -> None:
@@ -194,14 +242,19 @@ class Roster:
     def _find_fastest(self) -> None:
         self._fastest = max((self.members[one].steps_per_second for one in self.last_seen), default=0.0)
 
-    def _slot_again(self, member: Member) -> int:
-        """A returning member's slot: its own, unless another worker has it now."""
-        taken = {self.members[one].slot for one in self.last_seen if one != member.worker_id}
+    def _slot_again(self, member: Member) -> int | None:
+        """A returning member's slot: its own, unless another worker has it now; None if all are taken."""
+        others = [self.members[one] for one in self.last_seen if one != member.worker_id]
+        taken = {one.slot for one in others if one.has_share}
         return member.slot if member.slot not in taken else self._free_slot(member.worker_id)
 
-    def _free_slot(self, but: str | None = None) -> int:
-        """A slot that was never used, else one of a member that left or was evicted, else one that must be shared."""
-        others = [member for one, member in self.members.items() if one != but]
+    def _shared_slot(self) -> int:
+        """For a worker that comes when all are taken."""
+        return len(self.members) % self.num_slots
+
+    def _free_slot(self, but: str | None = None) -> int | None:
+        """A slot that was never used, else one of a member that left or was evicted; None if all are taken."""
+        others = [member for one, member in self.members.items() if one != but and member.has_share]
         had = {member.slot for member in others}
         may_be_used = {member.slot for member in others if not member.has_left}
         taken = {member.slot for member in others if member.worker_id in self.last_seen}
@@ -209,7 +262,12 @@ class Roster:
             for slot in range(self.num_slots):
                 if slot not in unavailable:
                     return slot
-        return len(others) % self.num_slots
+        return None
+
+    def open_steps_of_others(self) -> dict[str, int]:
+        """The steps in no submission of workers that are not registered, by worker."""
+        others = {one: member.open_steps for one, member in self.members.items() if one not in self.last_seen}
+        return {worker_id: steps for worker_id, steps in others.items() if steps}
 
     def status(self, now: float) -> dict[str, object]:
         """JSON-safe: the registered workers."""
@@ -234,13 +292,19 @@ class Roster:
         return {
             "members": [asdict(one) for one in self.members.values()],
             "registered": list(self.last_seen),
+            "num_slots": self.num_slots,
+            "holders": {str(slot): worker_id for slot, worker_id in self._holders.items()},
             "slot_steps": {str(slot): steps for slot, steps in self.slot_steps.items()},
+            "lost": dict(self.losses.steps),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], now: float) -> None:
-        """Restore a `state_dict`; the heartbeat timeouts start now."""
+    def load_state_dict(self, state: Mapping[str, Any], now: float, registered: Iterable[str]) -> None:
+        """Restore a `state_dict`, with the workers that stay registered; their heartbeat timeouts start now."""
         self.members = {saved["worker_id"]: Member(**saved) for saved in state["members"]}
-        self.last_seen = OrderedDict.fromkeys(state["registered"], now)
+        self.last_seen = OrderedDict.fromkeys(registered, now)
+        self.num_slots = state.get("num_slots", self.num_slots)
+        self._holders = {int(slot): worker_id for slot, worker_id in state.get("holders", {}).items()}
+        self.losses.load_state_dict(state.get("lost", {}))
         self.slot_steps = Counter({int(slot): steps for slot, steps in state["slot_steps"].items()})
         self._find_fastest()
 

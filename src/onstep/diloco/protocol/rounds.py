@@ -7,19 +7,14 @@ from collections.abc import KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from onstep.diloco.protocol.aging import Contribution, reason_to_drop, weighed
 from onstep.diloco.protocol.arrivals import Arrivals
-from onstep.diloco.protocol.messages import Accepted, Dropped, Refused, Reply, Settings, Submit
+from onstep.diloco.protocol.messages import Accepted, Dropped, NotYet, Refused, Reply, Settings, Submit
 
+NUM_NAMED = 5
+"""Workers that an answer names."""
 NUM_REMEMBERED = 4
 """Earlier rounds whose late arrivals are still measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """A submission that counts, and its weight in the average (not normalised)."""
-
-    submit: Submit
-    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +27,12 @@ class Closed:
     contributions: tuple[Contribution, ...]
     is_complete: bool = True
     """Whether all registered workers are in it; if not, it was closed by its deadline."""
+    restores: int | None = None
+    """The earlier version to which an operator goes back; None for an outer step."""
+
+    is_mean: bool = False
+    """Whether the model becomes the mean of those that the workers have reached, without the outer optimizer: all have
+    trained on for more than a cycle while the server was away."""
 
     @property
     def contributors(self) -> tuple[str, ...]:
@@ -59,12 +60,19 @@ class Committed:
     """Optimizer steps of the run up to this version."""
     last: Mapping[str, LastSubmission] = field(default_factory=dict)
     """By worker."""
+    tokens: float = 0.0
+    """Of all submissions up to this version."""
+    restored_at: int = 0
+    """The newest version that an operator went back by: what began before it does not count."""
 
     def after(self, closed: Closed, digest: str, steps: float) -> Committed:
         """The same after the commit of a round, which brings the run forward by optimizer steps."""
         in_order = sorted(closed.contributions, key=lambda one: one.submit.sequence)
         last = {one.submit.worker_id: LastSubmission(one.submit.sequence, closed.version) for one in in_order}
-        return Committed(closed.version, digest, closed.contributors, self.steps + steps, {**self.last, **last})
+        restored_at = self.restored_at if closed.restores is None else closed.version
+        everybody, all_steps = {**self.last, **last}, self.steps + steps
+        tokens = self.tokens + sum(one.submit.tokens for one in closed.contributions)
+        return Committed(closed.version, digest, closed.contributors, all_steps, everybody, tokens, restored_at)
 
     def state_dict(self) -> dict[str, object]:
         """JSON-safe."""
@@ -74,6 +82,8 @@ class Committed:
             "contributors": list(self.contributors),
             "steps": self.steps,
             "settled": {worker_id: [one.sequence, one.version] for worker_id, one in self.last.items()},
+            "tokens": self.tokens,
+            "restored_at": self.restored_at,
         }
 
 
@@ -106,6 +116,8 @@ class Rounds:
         self.in_flight: dict[str, dict[int, int]] = {}
         """By worker: sequence numbers in rounds that are not committed, with the version that will contain them."""
         self._measured: dict[int, float] = {}
+        self._held_back: dict[str, tuple[int, str, bool]] = {}
+        """By worker: the last submission taken out of a closed round, why, and whether all its progress goes."""
 
     @property
     def version(self) -> int:
@@ -141,8 +153,9 @@ class Rounds:
         if version is not None:
             return Accepted(version, is_repeat=True)
         expected = self.next_sequence(request.worker_id)
+        is_anew = request.base_version < self.restored_at
         if request.sequence < expected and self.was_dropped(request):
-            return Dropped("dropped before", newest)
+            return self._dropped_before(request.worker_id, request.sequence)
         if request.sequence < expected:
             error = f"sequence {request.sequence} is over; the next is {expected}"
             return Refused(409, error, {"kind": "old_sequence"})
@@ -152,10 +165,29 @@ class Rounds:
                 "if the server was started from an older state, restart the workers"
             )
             return Refused(409, error, {"kind": "future_version"})
-        staleness = newest + len(self.closing) - request.base_version
-        if settings.mode == "async" or staleness <= settings.max_staleness:
+        if is_anew:
+            back = f"it began before version {self.restored_at}, by which an operator went back to an earlier one"
+            return Dropped(back, newest, is_anew)
+        reason = reason_to_drop(newest + len(self.closing) - request.base_version, settings)
+        return None if reason is None else Dropped(reason, newest, is_anew=True)
+
+    @property
+    def restored_at(self) -> int:
+        """The newest version, committed or not, by which an operator goes back to an earlier one."""
+        return max(
+            (one.version for one in self.closing if one.restores is not None), default=self.committed.restored_at
+        )
+
+    def dropped(self, worker_id: str, sequence: int) -> Dropped | None:
+        """The answer about a submission that was taken out of its round; None for any other."""
+        if self.committed.last.get(worker_id) != LastSubmission(sequence, None):
             return None
-        return Dropped(f"{staleness} versions late, max_staleness is {settings.max_staleness}", newest)
+        held = self._held_back.get(worker_id)
+        return None if held is None or held[0] != sequence else Dropped(held[1], self.version, held[2])
+
+    def _dropped_before(self, worker_id: str, sequence: int) -> Dropped:
+        """The answer to a submission that was dropped: that from then, if it was taken out of its round."""
+        return self.dropped(worker_id, sequence) or Dropped("dropped before", self.version, is_anew=True)
 
     def add(self, one: Contribution, now: float, registered: KeysView[str], settings: Settings) -> None:
         """Put a submission into the open round."""
@@ -182,7 +214,9 @@ class Rounds:
         if measured_at is not None:
             self.arrivals.observe_lag(submit.worker_id, now - measured_at)
 
-    def close_if_due(self, now: float, registered: KeysView[str], is_complete: bool) -> Closed | None:
+    def close_if_due(
+        self, now: float, registered: KeysView[str], is_complete: bool, settings: Settings
+    ) -> Closed | None:
         """Close the open round if all registered workers are in it, or its deadline has passed.
 
         `is_complete` says whether the registered workers are all that are expected.
@@ -192,13 +226,19 @@ class Rounds:
             return None
         arrived = current.contributions.keys()
         has_all = is_complete and len(arrived) >= len(registered) and registered <= arrived
-        return self.close(now, has_all) if has_all or now >= current.deadline else None
+        if not has_all and now < current.deadline:
+            return None
+        is_mean = 2 * len(arrived) > settings.num_workers and all(
+            one.scale < 1.0 for some in current.contributions.values() for one in some
+        )
+        return self.close(now, has_all, is_mean)
 
-    def close(self, now: float, is_complete: bool = True) -> Closed:
+    def close(self, now: float, is_complete: bool = True, is_mean: bool = False) -> Closed:
         """Close the open round and open the next."""
         current = self.open
-        in_order = [current.contributions[worker_id] for worker_id in sorted(current.contributions)]
-        closed = Closed(self.fragment, self.next_version, tuple(one for some in in_order for one in some), is_complete)
+        in_order = [one for worker_id in sorted(current.contributions) for one in current.contributions[worker_id]]
+        counted = weighed(in_order, self.next_version)
+        closed = Closed(self.fragment, self.next_version, counted, is_complete, is_mean=is_mean)
         if current.measured_at is not None:
             self.arrivals.observe_duration(current.measured_at - current.start)
             self._measured[closed.version] = current.measured_at
@@ -222,6 +262,24 @@ class Rounds:
             self._land(one.submit)
         self.open.start = now
 
+    def hold_back(self, closed: Closed, reasons: Mapping[int, str]) -> Closed:
+        """Take contributions, by their index, out of a closed round: they do not count. Returns what is left of it."""
+        for index, reason in reasons.items():
+            submit = closed.contributions[index].submit
+            self._land(submit)
+            self.drop(submit)
+            self._held_back[submit.worker_id] = submit.sequence, reason, closed.restores is not None
+        left = tuple(one for index, one in enumerate(closed.contributions) if index not in reasons)
+        rest = replace(closed, contributions=left)
+        self.closing[self.closing.index(closed)] = rest
+        return rest
+
+    def go_back(self, version: int, now: float) -> Closed:
+        """Close the open round without an outer step: its version is an earlier one once more."""
+        closed = replace(self.close(now), restores=version)
+        self.closing[-1] = closed
+        return closed
+
     def _land(self, submit: Submit) -> None:
         in_flight = self.in_flight[submit.worker_id]
         del in_flight[submit.sequence]
@@ -232,6 +290,12 @@ class Rounds:
         """Remember that a submission was dropped."""
         last = {**self.committed.last, submit.worker_id: LastSubmission(submit.sequence, None)}
         self.committed = replace(self.committed, last=last)
+
+    def explained(self, reply: NotYet, registered: KeysView[str]) -> NotYet:
+        """The same answer, with the workers that the open round waits for."""
+        arrived = self.open.contributions.keys() or {one for each in self.closing for one in each.contributors}
+        missing = sorted(registered - arrived)[:NUM_NAMED]
+        return replace(reply, missing=tuple(missing), num_arrived=len(arrived))
 
     def status(self, now: float, registered: KeysView[str]) -> dict[str, object]:
         """JSON-safe: the open round."""
@@ -259,7 +323,13 @@ class Rounds:
         """Restore a `state_dict`."""
         last = {worker_id: LastSubmission(*one) for worker_id, one in state["settled"].items()}
         self.committed = Committed(
-            state["version"], state["digest"], tuple(state["contributors"]), float(state["steps"]), last
+            state["version"],
+            state["digest"],
+            tuple(state["contributors"]),
+            float(state["steps"]),
+            last,
+            state.get("tokens", 0.0),
+            state.get("restored_at", 0),
         )
         self.arrivals.load_state_dict(state["arrivals"])
         self.open = OpenRound(now)

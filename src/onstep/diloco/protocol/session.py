@@ -1,26 +1,14 @@
-"""Runs a worker's side of the protocol, as generators without sockets or threads.
-
-A driver performs the effects that an operation yields and sends the outcome back: `Answer` or `Lost` for `Send`,
-anything for `Sleep`. Every operation has a bound in seconds, kept by an injected clock; the driver's own timeout for
-one request should be well below it.
-
-    operation, outcome = session.result(fragment, bound=60.0), None
-    try:
-        while True:
-            outcome = perform(operation.send(outcome))
-    except StopIteration as done:
-        return done.value
-"""
+"""Runs a worker's side of the protocol, as operations without sockets or threads."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from onstep.diloco.protocol.messages import (
     Accepted,
@@ -34,74 +22,30 @@ from onstep.diloco.protocol.messages import (
     Refused,
     Register,
     Registered,
-    Reply,
-    Request,
     Submit,
 )
-from onstep.errors import ConfigError, OnstepError
+from onstep.diloco.protocol.operations import (
+    Answer,
+    Delivery,
+    Lost,
+    Operation,
+    RefusedByServerError,
+    RoundOpenError,
+    Send,
+    ServerLostError,
+    Sleep,
+)
 
 POLL_SECONDS = 20.0
 """How long a server may hold one `Await`."""
+LEAST_POLL_SECONDS = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
 """Seconds between two attempts; each pause is twice as long as the one before."""
-_INCUMBENT_PAUSE = 1.0
+_AN_ANSWER = "the server's answer"
+_ALONE = "start another worker, or the server again with --min-workers and --change-settings"
+"""What ends the wait of workers that are fewer than the quorum."""
+INCUMBENT_PAUSE = 1.0
 """Seconds between two questions whether another process has this worker's id."""
-
-
-class ServerLostError(OnstepError, ConnectionError):
-    """No result came from a server in time; it may have received the request or not."""
-
-
-class RefusedByServerError(ConfigError, ConnectionError):
-    """A server answered and refused; repeating the same request does not help. `status` is that of HTTP."""
-
-    def __init__(self, status: int, reason: str, server: str = "the server") -> None:
-        super().__init__(f"HTTP {status} from {server}: {reason}")
-        self.status, self.reason = status, reason
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a request; `body` is passed through to the driver."""
-
-    request: Request
-    body: object = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sleep:
-    """Wait."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The server's reply; `body` is the driver's."""
-
-    reply: Reply
-    body: object = None
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """No answer came; whether the server has received the request is unknown."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """A version of a fragment as the server sent it; `body` is the driver's."""
-
-    ready: Ready
-    body: object = None
-
-
-Effect = Send | Sleep
-Outcome = Answer | Lost | None
-T = TypeVar("T")
-Operation = Generator[Effect, Outcome, T]
 
 
 @dataclass(slots=True)
@@ -147,22 +91,35 @@ class WorkerSession:
     ) -> None:
         self.worker_id, self.id = worker_id, session_id
         self.step = 0
-        """Optimizer steps taken; kept by the owner."""
+        """Optimizer steps taken, with the kept ones; counted by the owner."""
+        self.lost_steps = 0
+        """Steps that this session has given up and not submitted; counted by the owner."""
         self.registered: Registered | None = None
         self.superseded: frozenset[int] = frozenset()
         """Fragments of which the server has counted more submissions than the restored state contains: their restored
         local progress must be discarded, or it would count twice."""
         self.num_rejoins = 0
+        self.is_lost = False
+        """Whether the last operation that ended without an answer was not followed by one."""
+        self._num_answers = 0
+        self.awaits = _AN_ANSWER
+        """What a result is waited for, in words."""
         self._fingerprint, self._clock, self._lost_seconds = fingerprint, clock, lost_seconds
         self._hostname, self._sync_every, self._num_fragments = hostname, sync_every, num_fragments
         self._poll_seconds, self._details, self._lives = poll_seconds, dict(details or {}), lives
         self.command_number = 0
         """Of the newest command for workers that this session has received."""
+        self._usual_seconds = math.inf
+        """For which the server is to hold an `Await`, by the rounds so far: without an answer then, the line is cut."""
         self._commands: deque[str] = deque()
         self._run_id: str | None = None
         self._next_sequences: dict[int, int] = {}
         self._is_restored = False
         self._pending: dict[int, Pending] = {}
+        self.kept_steps = 0
+        """Those of an earlier session that this one is going to submit."""
+        self.kept_from: int | None = None
+        """First sequence number of fragment 0 that an earlier session could not submit, and this one will."""
 
     def pending(self, fragment: int) -> Submit | None:
         """The fragment's submission that is neither committed nor dropped."""
@@ -179,7 +136,15 @@ class WorkerSession:
         return self._join(self._clock() + bound)
 
     def begin(
-        self, fragment: int, *, base_version: int, tokens: int, steps: int, codec: str = "fp32", body: object = None
+        self,
+        fragment: int,
+        *,
+        base_version: int,
+        tokens: int,
+        steps: int,
+        codec: str = "fp32",
+        body: object = None,
+        loss: float | None = None,
     ) -> Submit:
         """Create the next submission of a fragment; `result` sends it.
 
@@ -189,10 +154,20 @@ class WorkerSession:
         if fragment in self._pending:
             raise ValueError(f"the previous submission of fragment {fragment} is still pending; get its result first")
         sequence = self._next_sequences.get(fragment, 0)
-        submit = Submit(self.worker_id, self.id, sequence, fragment, base_version, tokens, steps, codec)
+        submit = Submit(self.worker_id, self.id, sequence, fragment, base_version, tokens, steps, codec, loss)
         self._pending[fragment] = Pending(submit, body)
         self._next_sequences[fragment] = sequence + 1
         return submit
+
+    def unsent(self, fragment: int) -> tuple[Submit, object]:
+        """The pending submission and its body, for another session."""
+        pending = self._pending[fragment]
+        return pending.submit, pending.body
+
+    def resume(self, submit: Submit, body: object) -> None:
+        """Make the submission of an earlier session pending, under its number; after `join`."""
+        self._pending[submit.fragment] = Pending(replace(submit, session=self.id), body)
+        self._next_sequences[submit.fragment] = submit.sequence + 1
 
     def result(self, fragment: int, bound: float, have_version: int | None = None) -> Operation[Delivery | Dropped]:
         """Send the pending submission unless the server has it, and wait until it is committed.
@@ -205,7 +180,7 @@ class WorkerSession:
                 call continues.
             RefusedByServerError: if the server refuses.
         """
-        until, pending = self._clock() + bound, self._pending[fragment]
+        until, pending, self.awaits = self._clock() + bound, self._pending[fragment], _AN_ANSWER
         while True:
             if pending.version is None:
                 reply = (yield from self._ask(lambda: Send(pending.submit, pending.body), until)).reply
@@ -214,17 +189,37 @@ class WorkerSession:
                     return reply
                 assert isinstance(reply, Accepted)
                 pending.version = reply.version
+                self.awaits = f"version {reply.version}: others (the server has this worker's submission)"
             answer = yield from self._ask(
                 lambda: self._await(fragment, until, have_version, pending.submit.sequence), until
             )
             reply = answer.reply
             if isinstance(reply, Ready):
                 del self._pending[fragment]
-                return Delivery(reply, answer.body)
+                return (yield from self._delivered(reply, answer.body, until))
+            if isinstance(reply, Dropped):
+                del self._pending[fragment]
+                return reply
             assert isinstance(reply, NotYet)
+            self.awaits = self._described(reply)
             if not reply.is_pending:
                 pending.version = None  # the server that accepted it died before the commit
-            self._check_time(until, f"the round is not committed yet; newest version: {reply.version}")
+            if self._clock() >= until:
+                raise RoundOpenError(f"the round is not committed yet; newest version: {reply.version}")
+
+    def _described(self, reply: NotYet) -> str:
+        if self.registered is None or not (reply.missing or reply.num_arrived):
+            return f"version {reply.version + 1}"
+        settings = self.registered.settings
+        has_quorum = reply.num_arrived >= settings.min_workers
+        names = ", ".join(reply.missing) or ("the outer step" if has_quorum else "others to join")
+        there = f"{reply.num_arrived} of {settings.num_workers} submissions are there, quorum {settings.min_workers}"
+        remedy = "" if reply.missing or has_quorum else f"; {_ALONE}"
+        return f"version {reply.version + 1}: {names} ({there}{remedy})"
+
+    def note_round(self, seconds: float) -> None:
+        """Note how long the last result was waited for: the next one is asked for as often as that calls for."""
+        self._usual_seconds = max(LEAST_POLL_SECONDS, 2.0 * seconds)
 
     def withdraw(self, fragment: int) -> None:
         """Forget a pending submission that the server has refused; its number is not used again."""
@@ -235,13 +230,24 @@ class WorkerSession:
         until = self._clock() + bound
         answer = yield from self._ask(lambda: self._await(fragment, until), until)
         assert isinstance(answer.reply, Ready)
-        return Delivery(answer.reply, answer.body)
+        return (yield from self._delivered(answer.reply, answer.body, until))
+
+    def _delivered(self, ready: Ready, body: object, until: float) -> Operation[Delivery]:
+        """The version, after the commands that this session does not have yet: the round may have been the last."""
+        if self.registered is not None and ready.outer_lr is not None and ready.outer_momentum is not None:
+            lr, momentum = ready.outer_lr, ready.outer_momentum
+            self.registered = replace(self.registered, outer_lr=lr, outer_momentum=momentum)
+        if ready.command_number > self.command_number:
+            with suppress(ServerLostError):  # the next heartbeat brings them
+                yield from self.beat(0.0, until - self._clock())
+        return Delivery(ready, body)
 
     def beat(self, steps_per_second: float, bound: float) -> Operation[Beat]:
         """Send a heartbeat; registers again if the server does not know this worker. Raises like `join`."""
 
         def heartbeat() -> Send:
-            return Send(Heartbeat(self.worker_id, self.id, steps_per_second, self.step, self.command_number))
+            known = self.step, self.command_number, self.lost_steps
+            return Send(Heartbeat(self.worker_id, self.id, steps_per_second, *known))
 
         reply = (yield from self._ask(heartbeat, self._clock() + bound)).reply
         assert isinstance(reply, Beat)
@@ -275,9 +281,9 @@ class WorkerSession:
         is_committed = pending.version is not None and beat.versions[fragment] >= pending.version
         return is_committed or beat.num_registered >= self.registered.settings.min_workers
 
-    def leave(self) -> Operation[bool]:
-        """Deregister, in one attempt; whether the server answered."""
-        outcome = yield Send(Deregister(self.worker_id, self.id))
+    def leave(self, reason: str = "") -> Operation[bool]:
+        """Deregister, with the reason for the server's log, in one attempt; whether the server answered."""
+        outcome = yield Send(Deregister(self.worker_id, self.id, self.step, self.lost_steps, reason))
         return isinstance(outcome, Answer) and not isinstance(outcome.reply, Refused)
 
     def state_dict(self) -> dict[str, object]:
@@ -299,18 +305,23 @@ class WorkerSession:
         self._is_restored = True
 
     def _await(self, fragment: int, until: float, have_version: int | None = None, sequence: int | None = None) -> Send:
-        wait = max(0.0, min(self._poll_seconds, until - self._clock()))
+        wait = max(0.0, min(self._poll_seconds, self._usual_seconds, until - self._clock()))
         return Send(Await(self.worker_id, self.id, fragment, 0, have_version, sequence, wait))
 
     def _ask(self, make: Callable[[], Send], until: float) -> Operation[Answer]:
         """Send until there is an answer, registering again where the server does not know this worker."""
-        attempt, answered_at = 0, self._clock()
+        attempt, answered_at, num_answers = 0, self._clock(), self._num_answers
         while True:
             send = make()
             outcome = yield send
             if isinstance(outcome, Lost):
-                yield from self._pause(outcome.reason, attempt, min(until, answered_at + self._lost_seconds))
+                self.awaits = _AN_ANSWER
+                end = min(until, answered_at + self._lost_seconds)
+                self.is_lost = self.is_lost or (self._clock() >= end and self._num_answers == num_answers)
+                yield from self._pause(outcome.reason, attempt, end)
             elif outcome is not None:
+                self._num_answers += 1
+                num_answers, self.is_lost = self._num_answers, False
                 refused = outcome.reply
                 if not isinstance(refused, Refused):
                     return outcome
@@ -349,31 +360,15 @@ class WorkerSession:
             offer = reply.offer
             if not self._may_replace(reply, self._clock() - asked_at):
                 offer = 0
-                yield Sleep(_INCUMBENT_PAUSE)
+                yield Sleep(INCUMBENT_PAUSE)
 
     def _may_replace(self, reply: Registered, asked_for: float) -> bool:
-        """Whether the session that has this worker's id has ended, as far as anybody knows.
-
-        Of a process on another machine, that is so once it has been silent for half the time after which it is evicted.
-
-        Raises:
-            RefusedByServerError: if it lives.
-        """
-        incumbent, timeout = reply.incumbent, reply.settings.heartbeat_timeout
-        silent = incumbent.get("silent_seconds")
-        if self.registered is not None or not incumbent or not isinstance(silent, int | float):
+        """Whether the session that has this worker's id has ended, as far as anybody knows; raises if it lives."""
+        incumbent = reply.incumbent
+        if self.registered is not None or not incumbent:
             return True
-        lives = self._lives(incumbent)
-        if lives is None and silent + _INCUMBENT_PAUSE < asked_for:  # it has spoken since this session asked first
-            lives = True
-        if lives:
-            host = str(incumbent.get("machine"))[:100]
-            raise RefusedByServerError(
-                409,
-                f"worker {self.worker_id!r} is process {incumbent.get('pid')} on {host}, which is alive; give this one "
-                f"another worker_id (--worker-id), or leave it out",
-            )
-        return lives is False or not timeout or silent >= timeout / 2
+        is_alive = self._lives(incumbent)
+        return may_replace(self.worker_id, incumbent, asked_for, reply.settings.heartbeat_timeout, is_alive)
 
     def _register(self, offer: int) -> Register:
         return Register(
@@ -386,8 +381,12 @@ class WorkerSession:
             step=self.step,
             offer=offer,
             details=self._details,
-            resumes_at=self._next_sequences.get(0, 0) if self._is_restored and self.registered is None else None,
+            resumes_at=self._resumes_at() if self.registered is None else None,
+            kept_steps=self.kept_steps,
         )
+
+    def _resumes_at(self) -> int | None:
+        return self._next_sequences.get(0, 0) if self._is_restored else self.kept_from
 
     def _note_registration(self, registered: Registered) -> None:
         if self._run_id not in (None, registered.run_id):
@@ -405,3 +404,35 @@ class WorkerSession:
         if self._is_restored:
             self.superseded = frozenset(one for one in known if known[one] > self._next_sequences.get(one, 0))
         self._next_sequences |= {one: max(number, self._next_sequences.get(one, 0)) for one, number in known.items()}
+
+
+def may_replace(
+    worker_id: str, incumbent: Mapping[str, object], asked_for: float, timeout: float, is_alive: bool | None
+) -> bool:
+    """Whether the session that has a worker's id has ended, as far as anybody knows.
+
+    Of a process on another machine, that is so once it has been silent for half the time after which it is evicted.
+
+    Args:
+        worker_id: the id.
+        incumbent: what the server knows of the session, see `Registered.incumbent`.
+        asked_for: seconds since it was asked for first.
+        timeout: seconds of silence after which a worker is evicted; 0 for never.
+        is_alive: whether its process lives; None if that cannot be known from here.
+
+    Raises:
+        RefusedByServerError: if it lives.
+    """
+    silent = incumbent.get("silent_seconds")
+    if not isinstance(silent, int | float):
+        return True
+    if is_alive is None and silent + INCUMBENT_PAUSE < asked_for:  # it has spoken since it was asked for first
+        is_alive = True
+    if is_alive:
+        host = str(incumbent.get("machine"))[:100]
+        raise RefusedByServerError(
+            409,
+            f"worker {worker_id!r} is process {incumbent.get('pid')} on {host}, which is alive; give this one another "
+            f"worker_id (--worker-id), or leave it out",
+        )
+    return is_alive is False or not timeout or silent >= timeout / 2

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
 """Of `Coordinator.state_dict`."""
-UNCHANGING = frozenset({"mode", "num_fragments", "num_shares", "outer optimizer", "model"})
+UNCHANGING = frozenset({"mode", "num_fragments", "outer optimizer", "model"})
 """Settings that cannot change during a run."""
 
 
@@ -26,7 +26,7 @@ def check_settings(settings: Settings) -> None:
         ConfigError: for the first that is not.
     """
     require(settings.mode in ("sync", "async"), "mode", '"sync" or "async"', settings.mode)
-    for name in ("num_workers", "min_workers", "sync_every", "num_fragments", "num_shares"):
+    for name in ("num_workers", "min_workers", "sync_every", "num_fragments"):
         value = getattr(settings, name)
         require(isinstance(value, int) and value >= 1, name, "an integer >= 1", value)
     rule = f"at most num_workers ({settings.num_workers})"
@@ -35,6 +35,10 @@ def check_settings(settings: Settings) -> None:
     remedy = ", or some fragments would never be sent."
     require(settings.num_fragments <= settings.sync_every, "num_fragments", rule, settings.num_fragments, remedy)
     require(0 <= settings.blend <= 1, "blend", "from 0 to 1", settings.blend)
+    overlap, rule = settings.overlap_steps, f"from 1 to sync_every ({settings.sync_every})"
+    remedy = "; None merges a result once it is there."
+    require(overlap is None or 1 <= overlap <= settings.sync_every, "overlap_steps", rule, overlap, remedy)
+    require(not settings.eager or settings.mode == "sync", "eager", "False in asynchronous mode", settings.eager)
     require(settings.max_staleness >= 0, "max_staleness", ">= 0", settings.max_staleness)
     require(1 <= settings.patience < math.inf, "patience", "finite and >= 1", settings.patience)
     for name in ("heartbeat_timeout", "initial_deadline"):
@@ -42,16 +46,31 @@ def check_settings(settings: Settings) -> None:
         require(0 <= value < math.inf, name, "finite and >= 0", value)
 
 
+def saved_settings(saved: Mapping[str, Any]) -> Settings:
+    """The settings in a saved state, also in that of a version which could divide the parameters among servers.
+
+    Raises:
+        ConfigError: if they were divided.
+    """
+    remedy = "; continue this run with onstep 0.5."
+    require(saved.get("num_shares", 1) == 1, "num_shares of the saved run", "1", saved.get("num_shares"), remedy)
+    return Settings(**{name: value for name, value in saved.items() if name != "num_shares"})
+
+
+def other_protocol(worker: object, server: object) -> str:
+    """The error of two ends that speak different versions of the protocol."""
+    return (
+        f"the worker speaks version {worker} of the protocol, the server {server}; "
+        "install the same version of onstep at both ends"
+    )
+
+
 def misfit(request: Register, fingerprint: str, num_fragments: int) -> Refused | None:
     """The refusal of a worker that does not fit the run; None if it does."""
     if request.protocol_version != PROTOCOL_VERSION:
-        error = (
-            f"the worker speaks version {request.protocol_version} of the protocol, the server {PROTOCOL_VERSION}; "
-            "install the same version of onstep at both ends"
-        )
-        return Refused(422, error, {"kind": "protocol"})
+        return Refused(422, other_protocol(request.protocol_version, PROTOCOL_VERSION), {"kind": "protocol"})
     if request.fingerprint != fingerprint:
-        error = "the worker's model is not the server's: names, shapes or dtypes of parameters differ"
+        error = "the worker's model is not the server's: names, shapes or dtypes differ; give both the same model"
         return Refused(422, error, {"kind": "fingerprint"})
     if request.num_fragments not in (None, num_fragments):
         error = f"num_fragments must be the server's, {num_fragments}, got {request.num_fragments}; omit it"
@@ -69,7 +88,7 @@ def warn_of_disagreements(
             f"this worker submits every {sync_every} steps, the others every {settings.sync_every} (sync_every, "
             f"--sync-every): a round then waits for the slowest; give them the server's number, or drop it"
         )
-    if codec not in (None, "auto", settings.codec):
+    if codec not in (None, settings.codec):
         found.append(f"this worker submits {codec} where the server's codec is {settings.codec} (bf16_comm, codec)")
     if dylu and not settings.dylu:
         found.append("dylu=True has no effect, as the server does not recommend numbers of steps; start it with --dylu")

@@ -22,7 +22,7 @@ LOWEST: Mapping[str, int] = {
     **dict.fromkeys(
         ("sequence", "fragment", "base_version", "steps", "step", "version", "have_version", "command_number"), 0
     ),
-    **dict.fromkeys(("wait", "steps_per_second", "resumes_at"), 0),
+    **dict.fromkeys(("wait", "steps_per_second", "resumes_at", "lost_steps", "kept_steps"), 0),
     **dict.fromkeys(("tokens", "sync_every", "num_fragments"), 1),
 }
 """Smallest value of numbers, by name."""
@@ -133,7 +133,7 @@ def _reader(name: str, hint: Any) -> Callable[[object], object]:
         return lambda value: _read(Settings, check(value))
     options = get_args(hint)
     if get_origin(hint) is Literal:
-        return _checker(name, lambda value: isinstance(value, str) and value in options, f"one of {options}")
+        return _checker(name, lambda value: isinstance(value, str) and value in options, f"one of {', '.join(options)}")
     if type(None) in options:
         read = _reader(name, options[0])
         return lambda value: None if value is None else read(value)

@@ -4,6 +4,13 @@ that continues a run has to be given, `weights` writes checkpoints for other pro
 and changed from outside, `serving/` speaks HTTP, `server` is the class that users see.
 """
 
-from onstep.diloco.server.server import DiLoCoServer
+from typing import TYPE_CHECKING
+
+from onstep.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from onstep.diloco.server.server import DiLoCoServer
 
 __all__ = ["DiLoCoServer"]
+
+__getattr__, __dir__ = lazy_names(__name__)

@@ -13,15 +13,11 @@ from onstep.http.server import TlsFiles
 logger = logging.getLogger(__name__)
 
 
-def check_arguments(
-    share: tuple[int, int], dn_buffer_size: int, settings: Settings, save_every: int, tls: TlsFiles | None
-) -> None:
+def check_arguments(dn_buffer_size: int | None, settings: Settings, save_every: int, tls: TlsFiles | None) -> None:
     """Refuse (ConfigError) values that are out of range."""
     check_settings(settings)
     check_codec(settings.codec)
-    index, shares = share
-    require(shares >= 1 and 0 <= index < shares, "share", "(i, n) with 0 <= i < n", share)
-    require(dn_buffer_size >= 0, "dn_buffer_size", ">= 0", dn_buffer_size)
+    require(dn_buffer_size is None or dn_buffer_size >= 0, "dn_buffer_size", ">= 0", dn_buffer_size)
     if dn_buffer_size and settings.mode != "async":
         raise ConfigError(f"dn_buffer_size={dn_buffer_size} requires async_mode=True; pass 0 in synchronous mode.")
     require(save_every >= 0, "save_every_n_rounds", ">= 0", save_every, "; 0 writes no checkpoints.")
@@ -39,4 +35,6 @@ def check_forgathers(safetensors: bool, dashboard_enabled: bool, default_work_un
             f"which it gets back when it returns; leave it out."
         )
     if dashboard_enabled:
-        logger.info("there is no dashboard; `onstep diloco status --watch` shows rounds and workers")
+        logger.info(
+            "the page of the run is always served, at the address of the server; `onstep diloco status` has the same"
+        )

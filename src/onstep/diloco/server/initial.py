@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from onstep.checkpoint import read_tensors, resolve
 from onstep.checkpoint.catalog.foreign import describe_foreign
 from onstep.checkpoint.loading import read_weights
+from onstep.diloco.outer import check_rates
 from onstep.diloco.protocol.messages import Settings
-from onstep.diloco.protocol.settings import arguments_of, changed_arguments, check_settings, outer_name
+from onstep.diloco.protocol.settings import arguments_of, changed_arguments, check_settings, outer_name, saved_settings
 from onstep.diloco.server.masters import Fragment
 from onstep.diloco.server.store import Saved, Store
-from onstep.errors import CheckpointError, ConfigError
+from onstep.diloco.sizes import CODECS
+from onstep.errors import CheckpointError, ConfigError, require
 from onstep.models.hf import weight_files
 
 Source = nn.Module | Mapping[str, Tensor] | str | Path
@@ -158,13 +160,15 @@ def continued(saved: Saved, given: Origin, fragments: Sequence[Fragment], *, may
     first = Origin(**saved.origin)
     if given.source is not None and given.source == first.source:
         given = given.without_model()  # there may be newer parameters by now
-    before, outer = saved.rest["settings"], saved.rest["outer"]
-    now = arguments_of(Settings(**before), first.arguments["outer optimizer"], outer[0])
+    before, outer = saved_settings(saved.rest["settings"]), saved.rest["outer"]
+    now = arguments_of(before, first.arguments["outer optimizer"], outer[0])
     started_with = [first.arguments, *first.former]
     changed = changed_arguments(given.arguments, started_with, now, may_change=may_change)
-    asked = {name: one for name, one in given.arguments.items() if name in changed and name in before}
-    settings = replace(Settings(**before), **asked)
+    known = {field.name for field in fields(Settings)}
+    settings = replace(before, **{name: given.arguments[name] for name in changed & known})
     check_settings(settings)
+    rule, remedy = f"one of {', '.join(CODECS)}", "; continue it with --change-settings and one of them as --codec."
+    require(settings.codec in CODECS, "codec of the saved run", rule, settings.codec, remedy)
     for number, part in enumerate(fragments):
         part.codec = settings.codec
         groups = [
@@ -174,4 +178,5 @@ def continued(saved: Saved, given: Origin, fragments: Sequence[Fragment], *, may
         part.load_state_dict(saved.fragments[number])
         part.set_groups(outer[number])
         part.set_groups(groups)
+        check_rates(part.optimizer)
     return settings

@@ -8,21 +8,25 @@ the difference in the next.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from onstep.diloco.codec.formats import decode_one, encode
+from onstep.checkpoint.format.tensor_header import DTYPES_BY_NAME
+from onstep.diloco.codec.blocks import CHUNK_VALUES
+from onstep.diloco.codec.formats import decode_part, encode, encoded_specs, is_finite
 from onstep.diloco.codec.specs import digest
-from onstep.diloco.outer import OuterFactory
+from onstep.diloco.outer import DelayedNesterov, OuterFactory, check_rates
 from onstep.diloco.protocol.messages import ParameterSpec
 from onstep.diloco.server.averaging import Contribution, average
 from onstep.diloco.server.memory import Buffers, allocate
-from onstep.errors import CheckpointError
+from onstep.errors import CheckpointError, OnstepError
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,16 @@ class Version:
     digest: str
     update: Mapping[str, Tensor] | None = None
     """What to add to the version before, encoded; None if it is not known, or the codec is exact."""
+
+
+_STEP_BY_PARTS = (SGD, Adam, AdamW, DelayedNesterov)
+"""Outer optimizers that step each parameter by itself: not all gradients need be in memory together."""
+_PART_VALUES = 1 << 22
+"""Elements of a part."""
+
+
+class NotFiniteError(OnstepError):
+    """An outer step led to values that are NaN or infinite; the fragment has to be restored."""
 
 
 class Fragment:
@@ -59,58 +73,113 @@ class Fragment:
         self._buffers = buffers or Buffers()
         self.specs = tuple(specs)
         self.codec = codec
-        self._masters = allocate(self.specs, self._buffers)
+        self._masters = allocate(self.specs, Buffers())
+        self._scratch = Buffers()
         for name, master in self._masters.items():
             master.copy_(parameters[name].detach())
         self.optimizer: Optimizer = factory(list(self._masters.values()))
+        check_rates(self.optimizer)
         first = self._copied(self._masters)
-        self.newest = Version(0, first, digest(first))
+        self.newest = Version(0, first, digest(first, self._buffers.release))
 
-    def step(self, contributions: list[Contribution]) -> Version:
+    def step(self, contributions: list[Contribution], is_mean: bool = False) -> Version:
         """The next version, after a step of the outer optimizer on the average; `newest` is still the old one.
 
+        With `is_mean`, the parameters move by the whole average, whatever the scale of a contribution, and the outer
+        optimizer starts without a state: that is from long before.
+
         The contributions are removed from the list as soon as they are averaged, so that their memory is free.
+
+        Raises:
+            NotFiniteError: if a value of the result, or of the optimizer's state, is NaN or infinite. Then the fragment
+                is of no use until `load_state_dict` or `begin_again`.
         """
-        self._set_gradients(contributions)
+        if is_mean:
+            contributions[:] = [replace(one, scale=1.0) for one in contributions]
+        for part in _parts(self.specs) if type(self.optimizer) in _STEP_BY_PARTS else [self.specs]:
+            self._set_gradients(part, contributions)
+            if is_mean:
+                self._move_by_gradients()
+            else:
+                self.optimizer.step()
+            for master in self._masters.values():
+                master.grad = None
+            for one in contributions:
+                for tensor in one.encoded.values():
+                    self._buffers.release(tensor)
         contributions.clear()
-        self.optimizer.step()
-        for master in self._masters.values():
-            master.grad = None
+        if is_mean:
+            self.optimizer.state.clear()
+        self._check_finite()
         parameters = allocate(self.specs, self._buffers)
         update = self._broadcast(parameters)
-        return Version(self.newest.number + 1, parameters, digest(parameters), update)
+        return Version(self.newest.number + 1, parameters, digest(parameters, self._buffers.release), update)
 
     def forget_update(self) -> None:
         """Free the memory of the last update: workers that do not have it yet get all parameters."""
         self.newest = Version(self.newest.number, self.newest.parameters, self.newest.digest)
 
-    def _set_gradients(self, contributions: Sequence[Contribution]) -> None:
+    def begin_again(self) -> None:
+        """Continue from what the workers have, with an outer optimizer that has no state yet."""
+        for name, master in self._masters.items():
+            master.copy_(self.newest.parameters[name])
+        self.optimizer.state.clear()
+
+    def _check_finite(self) -> None:
+        for name, master in self._masters.items():
+            state = self.optimizer.state.get(master, {})
+            if not all(is_finite(one) for one in (master, *state.values()) if isinstance(one, Tensor)):
+                rates = ", ".join(f"{key} {self.groups[0].get(key)}" for key in ("lr", "momentum"))
+                raise NotFiniteError(f"the outer step made {name} NaN or infinite (outer {rates})")
+
+    def _set_gradients(self, specs: Sequence[ParameterSpec], contributions: Sequence[Contribution]) -> None:
         """Average, in the memory of a contribution that is not compressed, if there is one."""
         exact = next((one.encoded for one in contributions if one.codec == "fp32"), None)
-        gradients = allocate(self.specs, self._buffers) if exact is None else exact
-        average(contributions, self.specs, gradients)
-        for name, master in self._masters.items():
-            master.grad = gradients[name]
+        gradients = allocate(specs, self._scratch) if exact is None else exact
+        average(contributions, specs, gradients)
+        for name in [spec.name for spec in specs]:
+            self._masters[name].grad = gradients[name]
+
+    def _move_by_gradients(self) -> None:
+        with torch.no_grad():
+            for master in self._masters.values():
+                if master.grad is not None:
+                    master.sub_(master.grad)
 
     def _broadcast(self, result: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Write what workers have after this step to `result`; returns what leads there."""
         if self.codec == "fp32":
             for name, master in self._masters.items():
                 result[name].copy_(master)
+                self._buffers.release(result[name])
             return None
         update: dict[str, Tensor] = {}
         for spec in self.specs:
-            before, after = self.newest.parameters[spec.name], result[spec.name]
-            torch.sub(self._masters[spec.name], before, out=after)
-            encoded = encode({spec.name: after}, self.codec)
-            torch.add(before, decode_one(encoded, spec, self.codec), out=after)
-            update |= encoded
+            update |= {
+                one.name: torch.empty(one.shape, dtype=DTYPES_BY_NAME[one.dtype])
+                for one in encoded_specs([spec], self.codec)
+            }
+            self._broadcast_one(spec, result[spec.name].view(-1), update)
         return update
+
+    def _broadcast_one(self, spec: ParameterSpec, after: Tensor, update: Mapping[str, Tensor]) -> None:
+        """Fill a parameter and its update, in pieces that stay in the processor's cache and are in memory alone."""
+        before, master = self.newest.parameters[spec.name].view(-1), self._masters[spec.name].detach().view(-1)
+        filled: Counter[str] = Counter()
+        for start in range(0, len(after), CHUNK_VALUES):
+            old, new = before[start : start + CHUNK_VALUES], after[start : start + CHUNK_VALUES]
+            for key, part in encode({spec.name: master[start : start + CHUNK_VALUES] - old}, self.codec).items():
+                update[key].view(-1)[filled[key] : filled[key] + part.numel()] = part
+                filled[key] += part.numel()
+            decode_part(update, spec, self.codec, start, new).add_(old)
+            self._buffers.release(old)
+            self._buffers.release(new)
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         copies = allocate(self.specs, self._buffers)
         for name, copy in copies.items():
             copy.copy_(tensors[name])
+            self._buffers.release(copy)
         return copies
 
     @property
@@ -149,14 +218,27 @@ class Fragment:
         """
         if state["names"] != list(self._masters):
             raise CheckpointError(
-                "the state of the server is of other parameters; start it with the model, the number of fragments and "
-                "the share that it had."
+                "the saved outer state is of other parameters; start with the model and the number of fragments "
+                "that it had."
             )
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["masters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         parameters = self._copied(state["broadcast"] or self._masters)
-        self.newest = Version(state["version"], parameters, digest(parameters))
+        self.newest = Version(state["version"], parameters, digest(parameters, self._buffers.release))
         if self.newest.digest != state["digest"]:
-            raise CheckpointError("the parameters in the state of the server do not have the hash that they had.")
+            raise CheckpointError("the parameters in the saved outer state do not have the hash that they had.")
+
+
+def _parts(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
+    """The parameters in parts of a few million elements."""
+    parts: list[list[ParameterSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if parts[-1] and size + math.prod(spec.shape) > _PART_VALUES:
+            parts.append([])
+            size = 0
+        parts[-1].append(spec)
+        size += math.prod(spec.shape)
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -12,10 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from onstep.diloco.outer import set_rate
+from onstep.diloco.outer import follow_workers, set_rate
 from onstep.diloco.protocol.messages import PROTOCOL_VERSION, Settings
 from onstep.diloco.protocol.relay import relayed_command
 from onstep.diloco.server.served_run import ServedRun
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class Operator:
@@ -23,7 +26,6 @@ class Operator:
 
     Args:
         run: the run.
-        share: which of the servers that share the parameters this is, from 0.
         save_dir: where the server saves; None if it does not.
         save: writes the weights for other programs, in the thread of the tensor work; None without a directory.
         shut_down: ends the server, soon.
@@ -33,13 +35,11 @@ class Operator:
         self,
         run: ServedRun,
         *,
-        share: int = 0,
         save_dir: Path | None = None,
         save: Callable[[int], None] | None = None,
         shut_down: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
-        self._share = share
         self._save_dir = save_dir
         self._save = save
         self._shut_down = shut_down
@@ -58,8 +58,8 @@ class Operator:
             "protocol_version": PROTOCOL_VERSION,
             "run_id": coordinator.run_id,
             "fingerprint": coordinator.fingerprint,
-            "share": self._share,
-            "settings": asdict(coordinator.settings),
+            "settings": {**asdict(coordinator.settings), "num_shares": 1},
+            "share": 0,  # with the one before, workers of version 0.5 register, and the refusal says what differs
         }
 
     def status(self) -> dict[str, Any]:
@@ -71,12 +71,14 @@ class Operator:
             "status": "running" if run.disk_error is None else "waiting for the disk",
             **decided,
             "sync_round": run.num_rounds,
-            "share": self._share,
             **_shown_settings(settings),
             "pending_submissions": run.num_bodies,
+            "held_back": list(run.held_back),
+            "kept_versions": run.versions(),
             "started_at": self._started_at,
             "uptime_seconds": now - self._started,
             **self.rates(),
+            **run.telling.status(now, len(run.coordinator.workers) >= settings.min_workers),
             "save_dir": None if self._save_dir is None else str(self._save_dir),
             "disk_error": run.disk_error,
             "model_params": sum(math.prod(spec.shape) for part in run.fragments for spec in part.specs),
@@ -108,11 +110,24 @@ class Operator:
 
         await self._run.compute(change)
         await self._run.save_change()
+        now = self.rates()
+        logger.info("An operator set the outer lr to %s, the momentum to %s", now["outer_lr"], now["outer_momentum"])
 
     async def set_num_workers(self, number: int) -> None:
-        """Expect another number of workers, durably. Raises ConfigError if it is below the quorum."""
+        """Expect another number of workers, durably. Raises ConfigError if it is below the quorum.
+
+        The defaults of asynchronous mode follow.
+        """
+        before = self._run.coordinator.settings.num_workers
         self._run.change(lambda coordinator, now: coordinator.set_num_workers(number, now))
+
+        def follow() -> None:
+            for part in self._run.fragments:
+                follow_workers(part.optimizer, before, number)
+
+        await self._run.compute(follow)
         await self._run.save_change()
+        logger.info("An operator set the number of expected workers from %d to %d", before, number)
 
     async def kick(self, worker_id: str) -> bool:
         """Remove a worker; whether there was one. It learns it by its next request."""
@@ -121,10 +136,19 @@ class Operator:
         return found
 
     async def command(self, name: str) -> int:
-        """Give a command to all workers, durably; returns its number. Each gets it with its next heartbeat."""
-        number = int(self._run.change(lambda coordinator, now: coordinator.command(relayed_command(name))))
+        """Give a command to all workers, durably; returns its number. Each gets it with its next round or heartbeat."""
+        relayed = relayed_command(name)
+        number = int(self._run.change(lambda coordinator, now: coordinator.command(relayed)))
         await self._run.save_change()
+        logger.info(
+            "An operator orders all workers to %s; each does after its next round or heartbeat",
+            relayed.replace("_", " "),
+        )
         return number
+
+    def go_back(self, version: int) -> None:
+        """Continue all fragments from an earlier version. Raises ConfigError for one that is not kept."""
+        self._run.go_back(version)
 
     async def save_state(self) -> int:
         """Write the weights for other programs; returns the number of rounds in them."""

@@ -26,9 +26,10 @@ class RunState:
     Args:
         settings: as given.
         specs: of all parameters.
-        fragments: of this server's share.
+        fragments: of the parameters.
         origin: what the server is started with.
         directory: where it is kept; None for nowhere.
+        keep_versions: versions of each fragment that are kept beside the newest.
         may_change: whether settings and rates as given replace those of the directory.
 
     Raises:
@@ -45,11 +46,12 @@ class RunState:
         directory: Path | None,
         *,
         may_change: bool,
+        keep_versions: int = 0,
     ) -> None:
         self.settings, self.fragments = settings, fragments
         self._fingerprint, self._origin, self._may_change = fingerprint(specs), origin, may_change
         self.coordinator = self._new_coordinator(None)
-        self.store = None if directory is None else Store(directory)
+        self.store = None if directory is None else Store(directory, keep_versions)
         try:
             self._begin()
         except BaseException:
@@ -104,7 +106,18 @@ class RunState:
         self._origin = origin.changed_to(given) if self._may_change else origin
         self.coordinator = self._new_coordinator(saved.rest)
         versions = tuple(part.newest.number for part in self.fragments)
-        if versions != self.coordinator.versions:
-            raise CheckpointError(f"{store.directory} has versions {versions}, but {self.coordinator.versions} rounds.")
-        logger.info("Continuing run %s from %s, versions %s", self.coordinator.run_id, store.directory, versions)
+        rounds = self.coordinator.versions
+        if versions != rounds:
+            raise CheckpointError(
+                f"{store.directory} has the versions {_listed(versions)} of its fragments, and {_listed(rounds)} "
+                "rounds of them; restore the directory."
+            )
+        known = ", ".join(sorted(self.coordinator.workers)) or "none"
+        run_id, directory = self.coordinator.run_id, store.directory
+        shown = f"{_listed(versions)}{' of its fragments' if len(versions) > 1 else ''}"
+        logger.info("Continuing run %s after round %s from %s; its workers were: %s", run_id, shown, directory, known)
         return True
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from onstep.console.formats import format_si
+from onstep.diloco.outer import nesterov_rates
 from onstep.diloco.protocol.coordinator import Coordinator
 from onstep.diloco.protocol.messages import (
     Accepted,
@@ -25,22 +28,26 @@ from onstep.diloco.protocol.messages import (
     Ready,
     Refused,
     Register,
+    Registered,
     Reply,
     Request,
     Submit,
 )
 from onstep.diloco.protocol.rounds import Closed
 from onstep.diloco.server.averaging import Contribution
-from onstep.diloco.server.masters import Fragment, Version
+from onstep.diloco.server.masters import Fragment, NotFiniteError, Version
 from onstep.diloco.server.memory import release_holes
+from onstep.diloco.server.screening import Screening, Size
 from onstep.diloco.server.store import Store
+from onstep.diloco.server.telling import Telling
 from onstep.diloco.wire.http import WAIT_SECONDS
-from onstep.errors import CheckpointError
+from onstep.errors import CheckpointError, require
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0
 """After which a disk that refused is tried again."""
+NUM_SHOWN = 10
 _Key = tuple[int, str, int]
 Outcome = TypeVar("Outcome")
 
@@ -60,6 +67,8 @@ class ServedRun:
         coordinator: decides; called from the loop alone.
         fragments: the parameters, in the coordinator's order.
         store: where everything is kept; None for a run that ends with the process.
+        token_budget: tokens of all workers after which they are to save and stop; None for no end.
+        end: ends the server, soon: called when the budget is spent and all workers have left.
         on_commit: called in the thread of the tensor work, with the number of rounds so far, after each commit.
     """
 
@@ -70,15 +79,26 @@ class ServedRun:
         store: Store | None = None,
         *,
         on_commit: Callable[[int], None] = lambda num_rounds: None,
+        token_budget: int | None = None,
+        end: Callable[[], None] = lambda: None,
     ) -> None:
         self.coordinator = coordinator
+        self.telling = Telling(self.now(), coordinator.workers, len(fragments))
+        self._token_budget, self._end = token_budget, end
+        self._is_told_of_budget = False
+        coordinator.on_member = self._on_member
+        coordinator.losses.on_lost = self.telling.lost
         self.fragments = tuple(fragments)
         self.disk_error: str | None = None
         """Why nothing is committed now."""
         self._is_ending = False
         self._store = store
         self._on_commit = on_commit
-        self._bodies: dict[_Key, Mapping[str, Tensor]] = {}
+        self.held_back: deque[dict[str, Any]] = deque(maxlen=NUM_SHOWN)
+        """The last submissions that were held back: `worker`, `version` and `reason`."""
+        self._bodies: dict[_Key, tuple[Mapping[str, Tensor], float]] = {}
+        """Submissions that wait for their round, with their norms."""
+        self._screenings = [Screening() for _ in self.fragments]
         self._saved_revision = coordinator.revision
         self._closed: asyncio.Queue[Closed] = asyncio.Queue()
         self._changed, self._poked = asyncio.Event(), asyncio.Event()
@@ -128,13 +148,20 @@ class ServedRun:
         self._after()
         if isinstance(request, Register | Deregister) and not await self.save_roster():
             return Result(Refused(503, "the disk refuses to save who joins; the server tries again"))
-        return Result(reply)
+        return Result(replace(reply, **self._rates()) if isinstance(reply, Registered) else reply)
 
-    def submit(self, request: Submit, encoded: Mapping[str, Tensor]) -> Reply:
+    def _rates(self) -> dict[str, Any]:
+        """Of the outer optimizer, for workers that are eager."""
+        if not self.coordinator.settings.eager:
+            return {}
+        lr, momentum = nesterov_rates(self.fragments[0].optimizer)
+        return {"outer_lr": lr, "outer_momentum": momentum}
+
+    def submit(self, request: Submit, encoded: Mapping[str, Tensor], norm: float = 0.0) -> Reply:
         """Answer a submission whose tensors were checked; they must not change any more."""
         reply = self.coordinator.handle(request, self.now())
         if isinstance(reply, Accepted) and not reply.is_repeat:
-            self._bodies[_key(request)] = encoded
+            self._bodies[_key(request)] = encoded, norm
         self._after()
         return reply
 
@@ -144,6 +171,23 @@ class ServedRun:
         self._after()
         return result
 
+    def versions(self) -> list[int]:
+        """The versions to which an operator can go back: those before the newest that are kept of all fragments."""
+        if self._store is None:
+            return []
+        kept = [set(self._store.versions(number)) - {part.newest.number} for number, part in enumerate(self.fragments)]
+        return sorted(set.intersection(*kept))
+
+    def go_back(self, version: int) -> None:
+        """Make an earlier version of all fragments their next one, soon.
+
+        Raises:
+            ConfigError: for a version that is not kept, or while a round is being committed.
+        """
+        kept = self.versions()
+        require(version in kept, "version", f"one of those kept ({', '.join(map(str, kept)) or 'none'})", version)
+        self.change(lambda coordinator, now: coordinator.go_back(version, now))
+
     async def _wait(self, request: Await) -> Result:
         """Answer when the version is there, or the time is over."""
         end = self.now() + min(request.wait, WAIT_SECONDS)
@@ -152,8 +196,10 @@ class ServedRun:
             if isinstance(reply, Ready):
                 return self._with_tensors(reply)
             left = end - self.now()
-            if not isinstance(reply, NotYet) or not reply.is_pending or left <= 0:
+            if not isinstance(reply, NotYet) or not reply.is_pending:
                 return Result(reply)
+            if left <= 0:
+                return Result(self.coordinator.explained(reply, request.fragment))
             changed = self._changed
             try:
                 async with asyncio.timeout(left):
@@ -165,7 +211,7 @@ class ServedRun:
         version = self.fragments[ready.fragment].newest
         assert version.number == ready.version
         tensors = version.update if ready.kind == "update" else version.parameters
-        return Result(replace(ready, digest=version.digest), tensors)
+        return Result(replace(ready, digest=version.digest, **self._rates()), tensors)
 
     def _after(self) -> None:
         """Do what the coordinator's last decision calls for."""
@@ -202,22 +248,105 @@ class ServedRun:
 
     async def _commit(self, closed: Closed) -> None:
         fragment = self.fragments[closed.fragment]
+        num_bytes = sum(_num_bytes(self._bodies[_key(one.submit)][0]) for one in closed.contributions)
+        closed = self._screened(closed)
         contributions = self._take(closed)
         self.coordinator.forget_update(closed.fragment)
         fragment.forget_update()
-        version = await self.compute(lambda: _step(fragment, contributions))
+        closed, version = await self._next_version(closed, fragment, contributions)
         await self._persist(closed, fragment, version)
         fragment.newest = version
         self.coordinator.committed(closed, version.digest, self.now())
+        missing = sorted(set(self.coordinator.workers) - set(closed.contributors))
+        self.telling.round(closed, self.coordinator.tokens, num_bytes, self.now(), missing)
+        self._keep_to_budget()
+        if version.update is None:
+            self.coordinator.forget_update(closed.fragment)
         self._after()
         self._wake_waiters()
         num_rounds = self.num_rounds
         await self.compute(lambda: self._on_commit(num_rounds))
 
+    def _on_member(self, kind: str, worker_id: str, reason: str) -> None:
+        coordinator = self.coordinator
+        num_registered, num_workers = len(coordinator.workers), coordinator.settings.num_workers
+        is_gone = worker_id not in coordinator.workers
+        open_steps = coordinator.open_steps(worker_id) if is_gone else 0
+        self.telling.member(kind, worker_id, reason, open_steps, num_registered, num_workers, self.now())
+        if not num_registered and self._is_spent:
+            logger.info("The token budget is spent and all workers have left; the server ends")
+            self._end()
+        elif not num_registered:
+            logger.info("No worker is there: there is no round until one joins, and the server waits for it")
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._token_budget is not None and self.coordinator.tokens >= self._token_budget
+
+    def _keep_to_budget(self) -> None:
+        """Tell the workers to save and stop once the budget is spent; those that join later, after their next round."""
+        if self._is_spent:
+            if not self._is_told_of_budget:
+                spent = f"{format_si(self.coordinator.tokens)} of {format_si(self._token_budget or 0)}"
+                logger.info("The token budget is spent (%s): the workers are to save and stop", spent)
+                self._is_told_of_budget = True
+            self.coordinator.command("save_and_stop")
+
+    def _screened(self, closed: Closed) -> Closed:
+        """A round without the submissions that do not count."""
+        if closed.restores is not None:
+            reason = f"an operator went back to version {closed.restores}"
+            return self._hold_back(closed, dict.fromkeys(range(len(closed.contributions)), reason))
+        submits = [one.submit for one in closed.contributions]
+        sizes = [Size(self._bodies[_key(submit)][1], submit.steps) for submit in submits]
+        return self._hold_back(closed, self._screenings[closed.fragment].far(sizes))
+
     def _take(self, closed: Closed) -> list[Contribution]:
         """The submissions of a round, in an order that does not depend on when they came."""
         ordered = sorted(closed.contributions, key=lambda one: (one.submit.worker_id, one.submit.sequence))
-        return [Contribution(self._bodies.pop(_key(one.submit)), one.submit.codec, one.weight) for one in ordered]
+        return [
+            Contribution(self._bodies.pop(_key(one.submit))[0], one.submit.codec, one.weight, one.scale)
+            for one in ordered
+        ]
+
+    def _hold_back(self, closed: Closed, reasons: Mapping[int, str]) -> Closed:
+        for index, reason in reasons.items():
+            submit = closed.contributions[index].submit
+            self._bodies.pop(_key(submit), None)
+            worker_id = submit.worker_id
+            logger.warning("Held back from version %d the submission of %s: %s", closed.version, worker_id, reason)
+            self.held_back.append({"worker": worker_id, "version": closed.version, "reason": reason})
+        return self.coordinator.hold_back(closed, reasons)
+
+    async def _next_version(
+        self, closed: Closed, fragment: Fragment, contributions: list[Contribution]
+    ) -> tuple[Closed, Version]:
+        """The version that a round leads to: after an outer step, or an earlier one once more."""
+        if closed.restores is not None:
+            return closed, await self._restored(closed, fragment, closed.restores)
+        if not contributions:
+            return closed, replace(fragment.newest, number=closed.version, update=None)
+        try:
+            return closed, await self.compute(lambda: _step(fragment, contributions, closed.is_mean))
+        except NotFiniteError as error:
+            logger.error("Version %d is version %d once more: %s", closed.version, fragment.newest.number, error)
+            closed = self._hold_back(closed, dict.fromkeys(range(len(closed.contributions)), str(error)))
+            return closed, await self._restored(closed, fragment, fragment.newest.number)
+
+    async def _restored(self, closed: Closed, fragment: Fragment, number: int) -> Version:
+        """An earlier version as the next one, with the current rates; without a disk the newest, without momentum."""
+        groups, before, store = fragment.groups, fragment.newest, self._store
+
+        def restore() -> Version:
+            if store is None:
+                fragment.begin_again()
+                return before
+            fragment.load_state_dict(store.read(closed.fragment, number))
+            fragment.set_groups(groups)
+            restored, fragment.newest = fragment.newest, before
+            return restored
+
+        return replace(await self.compute(restore), number=closed.version, update=None)
 
     async def _persist(self, closed: Closed, fragment: Fragment, version: Version) -> None:
         """Make the round durable, however long the disk needs."""
@@ -287,10 +416,14 @@ def rest_of(decided: Mapping[str, Any], fragments: Sequence[Fragment]) -> dict[s
     return {**decided, "outer": [part.groups for part in fragments]}
 
 
-def _step(fragment: Fragment, contributions: list[Contribution]) -> Version:
-    version = fragment.step(contributions)
+def _step(fragment: Fragment, contributions: list[Contribution], is_mean: bool) -> Version:
+    version = fragment.step(contributions, is_mean)
     release_holes()
     return version
+
+
+def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(one.nbytes for one in tensors.values())
 
 
 def _key(submit: Submit) -> _Key:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Collection
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from onstep.checkpoint import checkpoints
 from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.fragments import assign
-from onstep.diloco.outer import OuterFactory, delayed, nesterov_sgd
+from onstep.diloco.outer import OuterFactory, default_momentum, delayed, nesterov_rates, sgd
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server.arguments import check_arguments, check_forgathers
 from onstep.diloco.server.initial import Origin, Source, initial_parameters, places, saved_parameters
@@ -28,6 +28,7 @@ from onstep.diloco.server.serving.limits import BACKLOG, client_limits
 from onstep.diloco.server.store import Store
 from onstep.diloco.server.weights import WeightFiles
 from onstep.diloco.wire.http import PORTS
+from onstep.diloco.wire.roles import RoleTokens, roles_path
 from onstep.diloco.wire.tokens import checked, keep_token, token_path
 from onstep.errors import CheckpointError, require
 from onstep.http.access import Access
@@ -62,24 +63,27 @@ class DiLoCoServer:
         port: 0 for any, whose token file is removed at the end; None for the first free one from 8512.
         host: the address to bind.
         outer_optimizer_factory: makes the outer optimizer of a list of parameters, once for each fragment; None for
-            SGD with learning rate 0.7 and Nesterov momentum 0.9.
+            SGD with learning rate 0.7 and Nesterov momentum 0.9, or less in asynchronous mode (`default_momentum`).
         save_every_n_rounds: rounds between two checkpoints for other programs, in `checkpoints`; 0 for none.
         save_total_limit: how many of those are kept.
-        async_mode: make every submission a round of its own; with `dn_buffer_size` above 0 by `DelayedNesterov`.
-        dn_buffer_size: N of the delayed Nesterov rule.
+        token_budget: tokens of all workers after which they are to save and stop, and the server ends with the
+            last of them; None for no end.
+        keep_versions: versions before the newest that are kept in `diloco`, to which an operator can go back.
+        async_mode: make every submission a round of its own.
+        dn_buffer_size: N of `DelayedNesterov`, by which asynchronous submissions are applied; None for `num_workers`
+            if the outer optimizer is SGD, 0 for a step of the outer optimizer at each submission.
         dylu_enabled: tell slower workers to take fewer steps a round, of `dylu_base_sync_every` for the fastest.
         heartbeat_timeout: seconds of silence after which a worker is evicted; 0 for never.
         min_workers: the quorum; None for more than half of `num_workers` (1 in asynchronous mode).
         settings: all that the server decides for workers; replaces the arguments about them.
-        share: `(i, n)` for server i, from 0, of n that share the parameters.
         exclude: names of the model that are not trained, see `initial_parameters`.
         change_settings: continue with settings and rates of the outer optimizer as they are given, also where an
-            operator had changed them; the run's model, mode, fragments and shares stay.
+            operator had changed them; the run's model, mode and fragments stay.
         token: the bearer token; None for that of the port's token file, "" for none, which lets everyone in.
         renews_token: make a new token for the port's file.
         tls: the PEM files to serve `https` with; None for plain HTTP.
         safetensors: True; checkpoints are never pickles.
-        dashboard_enabled: there is no page; True names the command that shows the same.
+        dashboard_enabled: the page is always served; True says so in the log.
         default_work_units: None; workers have shares of the data.
         model_state_dict: the initial parameters, by name.
         dylu_base_sync_every: steps of a round for the fastest worker, if workers train at their own speed.
@@ -103,14 +107,15 @@ class DiLoCoServer:
         outer_optimizer_factory: OuterFactory | None = None,
         save_every_n_rounds: int = 10,
         save_total_limit: int = 3,
+        keep_versions: int = 3,
+        token_budget: int | None = None,
         async_mode: bool = False,
-        dn_buffer_size: int = 0,
+        dn_buffer_size: int | None = None,
         dylu_enabled: bool = False,
         dylu_base_sync_every: int = 500,
         heartbeat_timeout: float = 120.0,
         min_workers: int | None = None,
         settings: Settings | None = None,
-        share: tuple[int, int] = (0, 1),
         exclude: Collection[str] = (),
         change_settings: bool = False,
         token: str | None = None,
@@ -130,23 +135,30 @@ class DiLoCoServer:
                 dylu=dylu_enabled,
                 heartbeat_timeout=heartbeat_timeout,
             )
-        check_arguments(share, dn_buffer_size, settings, save_every_n_rounds, tls)
+        check_arguments(dn_buffer_size, settings, save_every_n_rounds, tls)
         check_forgathers(safetensors, dashboard_enabled, default_work_units)
-        settings = replace(settings, num_shares=share[1])
         model = model_state_dict if model is None else model
         source, self._directory = places(model, output_dir or save_dir, from_checkpoint)
-        factory = outer_optimizer_factory or nesterov_sgd
-        self.share, self._save_every = share, save_every_n_rounds
+        default = sgd(momentum=default_momentum(settings.mode, settings.num_workers))
+        factory = outer_optimizer_factory or default
+        self._save_every = save_every_n_rounds
         own = None if self._directory is None else self._directory / STATE
-        is_continued = source == self._directory and share[1] == 1  # a share has only some of the parameters
-        saved = saved_parameters(own) if is_continued and own is not None else None
+        saved = saved_parameters(own) if source == self._directory and own is not None else None
         parameters = initial_parameters(source, exclude) if saved is None else saved
-        self._model, self._buffers = specs_of(parameters), Buffers()
-        factory = delayed(factory, dn_buffer_size) if dn_buffer_size else factory
-        parts = assign(self._model, settings.num_fragments, share[1])[share[0] :: share[1]]
+        self._model, self._buffers = specs_of(parameters), self._new_buffers(own)
+        if settings.mode == "async" and dn_buffer_size != 0:
+            factory = delayed(factory, dn_buffer_size, settings.num_workers)
+        parts = assign(self._model, settings.num_fragments)
         fragments = [Fragment(part, parameters, factory, settings.codec, self._buffers) for part in parts]
+        if settings.eager:
+            nesterov_rates(fragments[0].optimizer)
         origin = Origin.of(settings, fragments, None if saved is not None else source)
-        self._state = RunState(settings, self._model, fragments, origin, own, may_change=change_settings)
+        require(token_budget is None or token_budget > 0, "token_budget", "> 0", token_budget, "; None for no end.")
+        self._token_budget = token_budget
+        require(keep_versions >= 0, "keep_versions", ">= 0", keep_versions)
+        self._state = RunState(
+            settings, self._model, fragments, origin, own, may_change=change_settings, keep_versions=keep_versions
+        )
         try:
             self._listener = Listener(listen(host, port, PORTS, BACKLOG), client_limits(self.settings.num_workers))
         except BaseException:
@@ -161,6 +173,8 @@ class DiLoCoServer:
         self._failure: BaseException | None = None
         self._is_stopped = False
         self._weights = self._weight_files(save_total_limit)
+        self.model_path: Path | None = None
+        """The newest checkpoint for other programs that this server has written."""
 
     @property
     def settings(self) -> Settings:
@@ -172,6 +186,11 @@ class DiLoCoServer:
         """`host:port`, and `https://` before it with TLS: what workers are given, on this machine if all addresses are
         bound."""
         return self.address_at(reachable(self.host))
+
+    @property
+    def url(self) -> str:
+        """Of the page."""
+        return f"{self._scheme}://{authority(reachable(self.host), self.port)}"
 
     def address_at(self, host: str) -> str:
         """The same with another name or address of this machine.
@@ -185,6 +204,16 @@ class DiLoCoServer:
     def sync_round(self) -> int:
         """Rounds committed so far, of all fragments."""
         return sum(self._state.coordinator.versions)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all workers in the rounds committed so far."""
+        return self._state.coordinator.tokens
+
+    @property
+    def saves(self) -> bool:
+        """Whether it has a directory to save to."""
+        return self._directory is not None
 
     @property
     def run_id(self) -> str:
@@ -201,16 +230,24 @@ class DiLoCoServer:
             raise RuntimeError("a server that was stopped cannot be started again; make another one.")
         if self._serving is not None:
             return
-        run = ServedRun(self._state.coordinator, self._state.fragments, self._state.store, on_commit=self._after_commit)
+        run = ServedRun(
+            self._state.coordinator,
+            self._state.fragments,
+            self._state.store,
+            on_commit=self._after_commit,
+            token_budget=self._token_budget,
+            end=self._ask_to_stop,
+        )
         operator = Operator(
             run,
-            share=self.share[0],
             save_dir=self._directory,
             save=None if self._weights is None else self._save_weights,
             shut_down=self._ask_to_stop,
         )
         self._serving = HttpServer(
-            build_app(run, operator, Access(self.token, None), self._model, self._buffers),
+            build_app(
+                run, operator, Access(self.token, None), self._model, self._buffers, RoleTokens(roles_path(self.port))
+            ),
             self._listener,
             name="onstep-diloco-server",
             beside=run.serve,
@@ -295,18 +332,25 @@ class DiLoCoServer:
         if kind is None and self._failure is not None:
             raise self._failure
 
+    def _new_buffers(self, own: Path | None) -> Buffers:
+        """What is mapped from files of the server's directory, or of the one for temporary files."""
+        if own is not None:
+            own.mkdir(parents=True, exist_ok=True)
+        return Buffers(Path(tempfile.gettempdir()) if own is None else own)
+
     def _weight_files(self, most_recent: int) -> WeightFiles | None:
         if self._directory is None:
             return None
-        index, shares = self.share
-        name = CHECKPOINTS if shares == 1 else f"{CHECKPOINTS}-share-{index}"
-        theirs = [one for one in checkpoints(self._directory / name) if one.manifest.run_id != self.run_id]
+        theirs = [one for one in checkpoints(self._directory / CHECKPOINTS) if one.manifest.run_id != self.run_id]
         directory = self._directory / STATE if theirs else self._directory  # never into those of a training run
-        return WeightFiles(directory / name, self.run_id, most_recent)
+        return WeightFiles(directory / CHECKPOINTS, self.run_id, most_recent)
 
     def _save_weights(self, num_rounds: int) -> None:
         assert self._weights is not None
-        self._weights.save(num_rounds, self._newest())
+        self.model_path = self._weights.save(num_rounds, self._newest())
+        parts = len(self._state.fragments)
+        of_what = f"{num_rounds} rounds of {parts} fragments are" if parts > 1 else f"round {num_rounds}"
+        logger.info("%s saved for other programs: %s", of_what, self.model_path)
 
     def _newest(self) -> dict[str, Tensor]:
         """The newest parameters."""

@@ -1,8 +1,8 @@
 """Keeps the state of a server on disk, so that it continues after any crash with the last committed rounds.
 
-A directory has one file of tensors for each fragment, named after its version, and `server.json`, which names them with
-their hashes and has everything else. A commit writes the file of its fragment, then replaces `server.json`: with
-that, the round is committed, along with the ids of its submissions and the roster, or not at all.
+A directory has a file of tensors for the newest version of each fragment, and for some before it, and `server.json`,
+which names them with their hashes and has everything else. A commit writes the file of its fragment, then replaces
+`server.json`: with that, the round is committed, along with the ids of its submissions and the roster, or not at all.
 """
 
 from __future__ import annotations
@@ -48,19 +48,22 @@ class Store:
 
     Args:
         directory: made if it is missing.
+        num_kept: versions of each fragment that are kept beside the newest.
 
     Raises:
         RunExistsError: if another live process uses it.
         CheckpointError: if it cannot be written.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, num_kept: int = 0) -> None:
+        self.directory, self._num_kept = directory, num_kept
         self._files = FileStore()
         self.origin: Mapping[str, Any] = {}
         """What the run was started with, JSON-safe; set by the owner before the first commit, and by `load`."""
         self._fragments: dict[str, Any] = {}
         """By number, as text: file, digest, document."""
+        self._earlier: dict[str, list[Any]] = {}
+        """The same of earlier versions, the oldest first."""
         self._files.make_root(directory)
         self._lock: int | None = _locked(directory / LOCK)
 
@@ -77,6 +80,11 @@ class Store:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise CheckpointError(f"{path} is not the state of a DiLoCo server of format {FORMAT}; give another one.")
         self._fragments = _dict(document, "fragments", path)
+        self._earlier = _dict(document, "earlier", path) if "earlier" in document else {}
+        if not all(
+            isinstance(one, list) and all(isinstance(each, dict) for each in one) for one in self._earlier.values()
+        ):
+            raise CheckpointError(f"{path} has a malformed object 'earlier'; restore the directory.")
         fragments = {int(number): self._read(entry) for number, entry in self._fragments.items()}
         self._remove_others()
         self.origin = origin = _dict(document, "origin", path)
@@ -95,19 +103,41 @@ class Store:
         with self._files.open(path) as file:
             write_tensors(file, tensors)
         self._files.sync_dir(self.directory)
-        before = dict(self._fragments)
-        digest = file.digest
+        before, digest, key = (dict(self._fragments), dict(self._earlier)), file.digest, str(fragment)
+        had = [one for one in (*self._earlier.get(key, ()), self._fragments.get(key)) if one is not None]
+        had = [one for one in had if one["file"] != path.name]
+        self._earlier[key] = had[len(had) - min(self._num_kept, len(had)) :]
         entry = {"file": path.name, "size": digest.size, "blake3": digest.blake3, "document": document}
-        self._fragments[str(fragment)] = entry
+        self._fragments[key] = entry
         try:
             self.save(rest)
         except BaseException:
-            self._fragments = before
+            self._fragments, self._earlier = before
             raise
-        replaced = before.get(str(fragment))
-        if replaced is not None and replaced["file"] != path.name:
+        for replaced in had[: len(had) - len(self._earlier[key])]:
             with suppress(CheckpointError):  # the next start removes it
                 self._files.unlink(self.directory / replaced["file"])
+
+    def versions(self, fragment: int) -> list[int]:
+        """The versions of a fragment that `read` can give, the oldest first."""
+        return [_version(one) for one in self._entries(fragment)]
+
+    def read(self, fragment: int, version: int) -> dict[str, Any]:
+        """The state of a fragment at a version.
+
+        Raises:
+            CheckpointError: if it is not kept, or its file is damaged.
+        """
+        for entry in self._entries(fragment):
+            if _version(entry) == version:
+                return self._read(entry)
+        raise CheckpointError(
+            f"{self.directory} has no version {version} of fragment {fragment}; give one that it has."
+        )
+
+    def _entries(self, fragment: int) -> list[Any]:
+        newest = self._fragments.get(str(fragment))
+        return [*self._earlier.get(str(fragment), ()), *([] if newest is None else [newest])]
 
     def save(self, rest: Mapping[str, Any]) -> None:
         """Make everything but the fragments durable.
@@ -116,7 +146,13 @@ class Store:
             CheckpointError: if the disk refuses.
         """
         path = self.directory / STATE
-        content = {"format": FORMAT, "origin": dict(self.origin), "fragments": self._fragments, "rest": dict(rest)}
+        content = {
+            "format": FORMAT,
+            "origin": dict(self.origin),
+            "fragments": self._fragments,
+            "earlier": self._earlier,
+            "rest": dict(rest),
+        }
         try:
             replace_durably(path, document_to_bytes(content).decode())
             self._files.sync_dir(self.directory)
@@ -132,18 +168,23 @@ class Store:
     def _read(self, entry: Any) -> dict[str, Any]:
         path = self.directory / STATE
         if not isinstance(entry, dict) or not _FRAGMENT.fullmatch(str(entry.get("file"))):
-            raise CheckpointError(f"{path} names a file that is none of a server; restore the directory.")
+            raise CheckpointError(f"{path} names a file that no server writes; restore the directory.")
         check_file(self.directory, entry["file"], FileDigest(entry["size"], entry["blake3"]))
         where = self.directory / entry["file"]
         state: dict[str, Any] = decode_state(read_tensors(where), entry["document"], str(where))
         return state
 
     def _remove_others(self) -> None:
-        """Remove files of commits that did not come to their end, and of versions that were replaced."""
-        named = {entry["file"] for entry in self._fragments.values()}
+        """Remove files of commits that did not come to their end, and of versions that are not kept."""
+        named = {entry["file"] for number in self._fragments for entry in self._entries(int(number))}
         for path in self.directory.iterdir():
             if _FRAGMENT.fullmatch(path.name) and path.name not in named:
                 self._files.unlink(path)
+
+
+def _version(entry: Any) -> int:
+    found = _FRAGMENT.fullmatch(str(entry.get("file")))
+    return -1 if found is None else int(found[2])
 
 
 def _locked(path: Path) -> int:

@@ -25,23 +25,24 @@ class WeightFiles:
         self._retention = Retention(most_recent_k=most_recent)
         self._directory = directory
         self._run_id = run_id
-        self._saved: int | None = None
+        self._saved: tuple[int, Path] | None = None
 
-    def save(self, num_rounds: int, parameters: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint, named after the number of rounds, unless the last one is of the same.
+    def save(self, num_rounds: int, parameters: Mapping[str, Tensor]) -> Path:
+        """Write a checkpoint, named after the number of rounds, unless the last one is of the same; returns its path.
 
         Raises:
             CheckpointError: if the disk refuses; earlier checkpoints are as before.
         """
-        if self._saved == num_rounds:
-            return
+        if self._saved is not None and self._saved[0] == num_rounds:
+            return self._saved[1]
         manager = CheckpointManager(self._directory, World(), run_id=self._run_id, retention=self._retention)
         model = StateComponent("model", _Weights(parameters), SharingPattern.GLOBAL, at_root=True)
         try:
             manager.save(SaveRequest(step=num_rounds, components=[model], config={}))
         finally:
             manager.close()
-        self._saved = num_rounds
+        self._saved = num_rounds, self._directory / f"checkpoint-{num_rounds}"
+        return self._saved[1]
 
 
 class _Weights:

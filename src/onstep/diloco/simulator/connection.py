@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from onstep.diloco.protocol.messages import Reply, Request, Submit
-from onstep.diloco.protocol.session import Answer, Lost, Send
+from onstep.diloco.protocol.operations import Answer, Lost, Send
 from onstep.diloco.simulator.environment.clock import Clock
 from onstep.diloco.simulator.environment.network import Path
 from onstep.diloco.simulator.environment.tasks import Task

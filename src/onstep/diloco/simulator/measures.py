@@ -23,6 +23,8 @@ class SiteCounts:
     """Those in committed rounds, counted once for every fragment, like the killed ones."""
     killed_steps: int = 0
     """Those that a killed worker had not submitted."""
+    outdated_steps: int = 0
+    """Those that a worker gave up, as they began from a version that was too old."""
     failures: int = 0
     outages: int = 0
     lost_requests: int = 0

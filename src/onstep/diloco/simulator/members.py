@@ -9,7 +9,7 @@ from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.simulator.connection import Connection
 from onstep.diloco.simulator.environment.churn import Attendance, Churn
 from onstep.diloco.simulator.environment.clock import Clock
-from onstep.diloco.simulator.environment.network import Line, Path, packet_loss_limit
+from onstep.diloco.simulator.environment.network import Line, Path
 from onstep.diloco.simulator.measures import SiteCounts
 from onstep.diloco.simulator.payload import Payload
 from onstep.diloco.simulator.scenario import Scenario
@@ -72,7 +72,7 @@ class Members:
     def _worker(self, worker_id: str) -> SimulatedWorker:
         world, site = self._world, self._site
         latency = site.round_trip_ms / 2000.0
-        limit = packet_loss_limit(site.packet_loss, site.round_trip_ms / 1000.0)
+        limit = site.connection_limit
         (up, down), random = self._lines, world.scenario.random
         connection = Connection(
             world.clock,

@@ -15,7 +15,7 @@ from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.simulator.scenario import Scenario, ServerSite, Site
 from onstep.errors import ConfigError
 
-_SETTINGS = {key: value for key, value in field_types(Settings).items() if key not in ("blend", "num_shares")} | {
+_SETTINGS = {key: value for key, value in field_types(Settings).items() if key != "blend"} | {
     "mode": str,
     "num_workers": int | None,
     "min_workers": int | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,8 +12,9 @@ from typing import Any
 from onstep.analysis.text_tables import table
 from onstep.diloco.simulator.environment.clock import Clock
 from onstep.diloco.simulator.measures import Measures, RoundRecord, SiteCounts
-from onstep.diloco.simulator.scenario import Scenario
+from onstep.diloco.simulator.scenario import Scenario, Site
 from onstep.diloco.simulator.units import bytes_text, duration_text, percent_text
+from onstep.diloco.sizes import server_disk, server_memory
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,12 @@ class Report:
     """Of each fragment, from commit to commit; None without any round."""
     contributors: float
     """Mean number of a round."""
+    lossy_lines: dict[str, str]
+    """Of each site that loses packets, its congestion control, and what that makes of them."""
+    server_memory: int
+    """Bytes that the server needs, beyond Python itself."""
+    server_disk: int
+    """Bytes of disk that it needs, with what it keeps by default."""
     rounds_without_quorum: int
     """Rounds that waited because fewer workers than the quorum were connected."""
     staleness: dict[int, int]
@@ -69,6 +77,8 @@ class Report:
     """Share of them that is in committed rounds."""
     killed_share: float
     """Share of them that was lost with workers that were killed before a submission."""
+    outdated_share: float
+    """Share of them that workers gave up, as they began from a version that was too old."""
     idle_share: float
     efficiency: float
     """Counted steps per second, relative to the same workers without failures and communication."""
@@ -103,6 +113,9 @@ def make_report(scenario: Scenario, measures: Measures, counts: Counter[str], cl
         num_rounds=len(records),
         round_seconds=_spread([one.seconds for one in records]),
         contributors=_share(sum(one.contributors for one in records), len(records)),
+        lossy_lines={name: _loss_text(site) for name, site in scenario.sites.items() if site.packet_loss},
+        server_memory=server_memory(scenario.parameters, scenario.settings.codec),
+        server_disk=server_disk(scenario.parameters, scenario.settings.codec, scenario.total_workers),
         rounds_without_quorum=sum(one.lacked_quorum for one in records),
         staleness=dict(sorted(measures.staleness.items())),
         dropped=counts["dropped"],
@@ -112,6 +125,7 @@ def make_report(scenario: Scenario, measures: Measures, counts: Counter[str], cl
         steps=of_all.steps,
         counted_share=of_all.counted_share,
         killed_share=_share(total.killed_steps / fragments, total.steps),
+        outdated_share=_share(total.outdated_steps / fragments, total.steps),
         idle_share=of_all.idle_share,
         efficiency=_share(total.counted_steps / fragments, ideal),
         bytes_up=of_all.bytes_up,
@@ -138,6 +152,13 @@ def _site_report(workers: int, one: SiteCounts, fragments: int) -> SiteReport:
         outages=one.outages,
         lost_requests=one.lost_requests,
     )
+
+
+def _loss_text(site: Site) -> str:
+    control, limit = site.congestion_control.upper(), site.connection_limit
+    if math.isinf(limit):
+        return f"{control}, which packet loss does not limit"
+    return f"{control}, which packet loss limits to {8e-6 * limit:.1f} Mbit/s for each connection"
 
 
 def _share(part: float, whole: float) -> float:
@@ -170,9 +191,11 @@ def _summary(report: Report) -> list[str]:
         f"contributors: {report.contributors:.1f} a round; late: {late}; dropped as too late: {report.dropped:,}",
         f"rounds that waited for a quorum: {report.rounds_without_quorum:,}; evictions: {report.evictions:,}",
         f"steps: {report.steps:,}, {percent_text(report.counted_share)} in committed rounds, "
-        f"{percent_text(report.killed_share)} lost with killed workers",
+        f"{percent_text(report.killed_share)} lost with killed workers, {percent_text(report.outdated_share)} too old",
         f"bytes: {bytes_text(report.bytes_up)} up, {bytes_text(report.bytes_down)} down, "
         f"{report.bytes_saved_factor:,.0f} times fewer than a gradient at each step",
+        *(f"the connections of {name} have {text}" for name, text in report.lossy_lines.items()),
+        f"server: {bytes_text(report.server_memory)} of memory, {bytes_text(report.server_disk)} of disk",
         f"efficiency: {percent_text(report.efficiency)} of the steps without failures and communication; "
         f"idle {percent_text(report.idle_share)}",
     ]

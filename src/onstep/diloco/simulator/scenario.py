@@ -8,6 +8,7 @@ from random import Random
 
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.protocol.settings import check_settings
+from onstep.diloco.simulator.environment.network import CONGESTION_CONTROLS, packet_loss_limit
 from onstep.diloco.sizes import check_codec
 from onstep.errors import ConfigError, require
 
@@ -26,7 +27,9 @@ class Site:
     round_trip_ms: float = 0.0
     """Milliseconds to the server and back, as `ping` prints them."""
     packet_loss: float = 0.0
-    """Share of packets that are lost; limits the rate of each connection."""
+    """Share of packets that are lost; limits the rate of each connection, unless its congestion control is BBR."""
+    congestion_control: str = "cubic"
+    """Of TCP at both ends: `cubic`, the default of Linux, `bbr` or `reno`."""
     request_loss: float = 0.0
     """Share of requests whose connection breaks, half of them after the server has received the request."""
     step_seconds: float = 1.0
@@ -47,6 +50,11 @@ class Site:
     """Mean time until the site is cut off from the server, while its workers keep training. None: never."""
     outage_minutes: float = 10.0
     """Mean duration of an outage."""
+
+    @property
+    def connection_limit(self) -> float:
+        """Bytes per second of one connection, by packet loss alone; infinite without a limit."""
+        return packet_loss_limit(self.packet_loss, self.round_trip_ms / 1000.0, self.congestion_control)
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,10 @@ _NOT_NEGATIVE: tuple[Callable[[float], bool], str] = (lambda value: value >= 0, 
 
 def _check_bounds(place: str, site: Site | ServerSite) -> None:
     """Check the numbers of a site or of the server's place; None is for no limit, or never."""
-    for key, value in vars(site).items():
+    if isinstance(site, Site):
+        rule = f"one of {', '.join(CONGESTION_CONTROLS)}"
+        control = site.congestion_control
+        require(control in CONGESTION_CONTROLS, f"{place}.congestion_control", rule, control)
+    for key, value in ((key, value) for key, value in vars(site).items() if not isinstance(value, str)):
         holds, rule = _BOUNDS.get(key, _NOT_NEGATIVE)
         require(value is None or holds(value), f"{place}.{key}", rule, value)

@@ -9,9 +9,11 @@ from random import Random
 from typing import Any
 
 from onstep.diloco.fragments import due
-from onstep.diloco.progress import Progress
+from onstep.diloco.progress import Amount, Progress
+from onstep.diloco.protocol.aging import reason_to_drop
 from onstep.diloco.protocol.messages import Dropped, Settings
-from onstep.diloco.protocol.session import Operation, ServerLostError, Sleep, WorkerSession
+from onstep.diloco.protocol.operations import Operation, ServerLostError, Sleep
+from onstep.diloco.protocol.session import WorkerSession
 from onstep.diloco.simulator.connection import Connection
 from onstep.diloco.simulator.environment.clock import Clock
 from onstep.diloco.simulator.environment.tasks import Task
@@ -64,6 +66,7 @@ class SimulatedWorker:
             poll_seconds=SYNC_BOUND,  # nothing cuts a virtual connection while its `Await` is held
         )
         self._versions = [0] * self._settings.num_fragments
+        self._origins = [0] * self._settings.num_fragments
         self._progress = Progress(self._settings.num_fragments)
         self._sync_every = self._settings.sync_every
         self._run(self._live())
@@ -106,20 +109,25 @@ class SimulatedWorker:
     def _live(self) -> Life:
         """Join, fetch the parameters, then train and submit without end."""
         yield from self._join()
-        streams = self._settings.num_fragments > 1
-        in_flight: Task | None = None
+        settings = self._settings
+        in_flight: dict[int, Task] = {}
         while True:
-            for steps, fragments in schedule(self._sync_every, self._settings.num_fragments):
+            for steps, awaited, fragments in schedule(
+                self._sync_every, settings.num_fragments, settings.overlap_steps or 0
+            ):
                 yield self._start_training(steps)
                 self.stop_training()
-                if in_flight is not None and not in_flight.is_over:
-                    yield in_flight
-                if self._site.sync_seconds > 0.0:
+                for fragment in awaited:
+                    task = in_flight.pop(fragment, None)
+                    if task is not None and not task.is_over:
+                        yield task
+                if fragments and self._site.sync_seconds > 0.0:
                     yield Sleep(self._site.sync_seconds)
-                in_flight = self._run(self._exchange(fragments)) if streams else None
-                if not streams:
+                if fragments and settings.is_overlapped:
+                    in_flight |= dict.fromkeys(fragments, self._run(self._exchange(fragments)))
+                elif fragments:
                     yield from self._exchange(fragments)
-            if self._settings.dylu:
+            if settings.dylu:
                 yield from self._report_speed()
 
     def _join(self) -> Life:
@@ -130,6 +138,7 @@ class SimulatedWorker:
                 is_joined = True
         for fragment in range(self._settings.num_fragments):
             yield from self._fetch(fragment)
+        self._origins = list(self._versions)
 
     def _fetch(self, fragment: int) -> Life:
         """Get the newest parameters, however long it lasts."""
@@ -144,28 +153,38 @@ class SimulatedWorker:
         for fragment in fragments:
             with suppress(ServerLostError):
                 if self._session.pending(fragment) is not None:
-                    yield from self._get_result(fragment)
-                self._begin(fragment)
-                yield from self._get_result(fragment)
+                    yield from self._get_result(fragment, is_late=True)
+                if self._progress.num_steps(fragment):
+                    self._begin(fragment)
+                    yield from self._get_result(fragment, is_late=False)
 
     def _begin(self, fragment: int) -> None:
         amount = self._progress.submit(fragment)
         self._session.begin(
             fragment,
-            base_version=self._versions[fragment],
+            base_version=self._origins[fragment],
             tokens=int(amount.tokens),
             steps=amount.steps,
             codec=self._settings.codec,
             body=self.connection.payload.encoded[fragment],
         )
 
-    def _get_result(self, fragment: int) -> Operation[None]:
+    def _get_result(self, fragment: int, *, is_late: bool) -> Operation[None]:
+        """Continue from the result; later steps that a late one leaves behind keep the version that they began from."""
         found = yield from self._session.result(fragment, SYNC_BOUND, self._versions[fragment])
-        self._progress.end_submission(fragment, is_counted=not isinstance(found, Dropped))
+        is_counted = not isinstance(found, Dropped)
+        self._progress.end_submission(fragment, is_counted)
         if isinstance(found, Dropped):
             yield from self._fetch(fragment)
         else:
             self._versions[fragment] = found.ready.version
+        behind = self._versions[fragment] - self._origins[fragment]
+        if not is_counted or (is_late and reason_to_drop(behind, self._settings) is not None):
+            self._counts.outdated_steps += self._progress.since_base(fragment).steps
+            self._progress.restore(fragment, Amount())
+        elif is_late and self._progress.num_steps(fragment):
+            return
+        self._origins[fragment] = self._versions[fragment]
 
     def _report_speed(self) -> Life:
         with suppress(ServerLostError):
@@ -181,12 +200,21 @@ class SimulatedWorker:
 
 
 @cache
-def schedule(sync_every: int, num_fragments: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """How many steps to train, and what to submit after them, again and again in a cycle of `sync_every` steps."""
+def schedule(
+    sync_every: int, num_fragments: int, overlap_steps: int = 0
+) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
+    """How many steps to train, whose results to wait for and what to submit then, again and again in a cycle.
+
+    Results are waited for `overlap_steps` after their submission; with 0, before the next submission of any fragment.
+    """
     found, before = [], 0
+    overlap_steps = min(overlap_steps, sync_every)
     for step in range(1, sync_every + 1):
-        fragments = due(step, sync_every, num_fragments)
-        if fragments:
-            found.append((step - before, fragments))
+        submitted = due(step, sync_every, num_fragments)
+        awaited = tuple(range(num_fragments)) if submitted else ()
+        if overlap_steps:
+            awaited = due((step - 1 - overlap_steps) % sync_every + 1, sync_every, num_fragments)
+        if submitted or awaited:
+            found.append((step - before, awaited, submitted))
             before = step
     return tuple(found)

@@ -31,6 +31,9 @@ PATHS: dict[type, str] = {
 """Where each request is sent."""
 GLOBAL_PARAMS, STATUS, INFO, HEALTH, CONTROL = "/global_params", "/status", "/info", "/health", "/control"
 
+PAGE: dict[str, tuple[str, str]] = {"/": ("index.html", "text/html"), "/page.js": ("page.js", "text/javascript")}
+"""The files of the page, by path, and their types; they have no data, and need no token."""
+
 MOST_HEADER_BYTES = 32 << 10
 """For all headers of a request."""
 MOST_JSON_BYTES = 16 << 20

@@ -7,7 +7,7 @@ import threading
 import weakref
 
 from onstep.diloco.client.membership import Membership, MembershipClosedError
-from onstep.diloco.protocol.session import RefusedByServerError, ServerLostError
+from onstep.diloco.protocol.operations import RefusedByServerError, ServerLostError
 from onstep.diloco.worker.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,9 @@ class HeartbeatThread:
         timeout = 0.0 if registered is None else registered.settings.heartbeat_timeout
         longest = timeout / _BEATS_WITHIN_TIMEOUT if timeout else self._interval
         if longest < self._interval and longest != self._named:
-            logger.info("heartbeats every %g s: the server evicts a worker after %g s of silence", longest, timeout)
+            logger.info(
+                "DiLoCo: heartbeats every %g s, as the server evicts a worker after %g s of silence", longest, timeout
+            )
             self._named = longest
         return min(self._interval, longest)
 
@@ -91,7 +93,7 @@ class HeartbeatThread:
         try:
             beat = self._member.beat(steps_per_second, self._interval)
         except ServerLostError as error:
-            logger.info("no answer to a heartbeat: %s", error)
+            self._member.outage.begin(str(error))
             return False
         self.recommended_sync_every = beat.recommended_sync_every
         return bool(beat.commands)

@@ -12,6 +12,7 @@ _SAVED = (
     "sync_retries",
     "reconnections",
     "dropped",
+    "lost_steps",
     "dylu_adjustments",
     "fragment_syncs",
     "total_send_bytes",
@@ -37,6 +38,8 @@ class SyncMetrics:
     reconnections: int = 0
     dropped: int = 0
     """Submissions that did not count."""
+    lost_steps: int = 0
+    """Steps of the first fragment that were given up, as they began from a version that had become too old."""
     dylu_adjustments: int = 0
     fragment_syncs: int = 0
     contributors: int = 0
@@ -45,8 +48,6 @@ class SyncMetrics:
     """Newest version that the model was given."""
     quantization_error: float = 0.0
     """Norm of the codec's error in the last submission, relative to it; the next one includes the error."""
-    bits_per_value: float = 0.0
-    """Of the last submission, which says what codec `auto` has chosen: 32, 16, a little more than 8 or 4."""
 
     def state_dict(self) -> dict[str, Any]:
         """The counts that a resumed worker continues."""
@@ -67,11 +68,11 @@ class SyncMetrics:
             "last_recv_mb": self.last_recv_bytes / 1e6,
             "total_send_mb": self.total_send_bytes / 1e6,
             "total_recv_mb": self.total_recv_bytes / 1e6,
-            "bits_per_value": self.bits_per_value,
             "quantization_error": self.quantization_error,
             "version": self.version,
             "contributors": self.contributors,
         }
-        rare = {"sync_retries": self.sync_retries, "reconnections": self.reconnections, "dropped": self.dropped}
+        names = ("sync_retries", "reconnections", "dropped", "lost_steps")
+        rare = {name: getattr(self, name) for name in names}
         logs.update({name: count for name, count in rare.items() if count})
         return {f"diloco/{name}": value for name, value in logs.items()}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from onstep.diloco.codec.specs import master_dtype, specs_of
-from onstep.diloco.worker.ranks import share_tensor
-from onstep.distributed.shards import as_dtensor, whole
+from onstep.diloco.codec.specs import specs_of
+from onstep.diloco.worker.parts import Parts
+from onstep.distributed.buffered import buffered_wrappers
+from onstep.distributed.shards import as_dtensor, held_part, put_into_shards, updated_shard
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
@@ -31,8 +32,8 @@ class Parameters:
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], world: World) -> None:
-        self._world = world
-        self._parameters = _named(list(model) if isinstance(model, Sequence) else [model])
+        self._modules = list(model) if isinstance(model, Sequence) else [model]
+        self._parameters = _named(self._modules)
         if not self._parameters:
             raise ConfigError("the model has no parameters that require gradients; unfreeze those to be trained.")
         hidden = [name for name in self._parameters if "_flat_param" in name]
@@ -43,6 +44,11 @@ class Parameters:
             )
         self.specs = specs_of(self._parameters)
         """Of all of them, in the order of their names."""
+        self._buffered = buffered_wrappers(self._parameters.values())
+        self._shards = {name: updated_shard(one) for name, one in self._parameters.items()}
+        """What this rank may change of them: itself, or rows where ranks divide the updates."""
+        self.parts = Parts(world, self._shards, self.specs)
+        """Which part of each this rank reads and writes."""
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a parameter is trained in."""
@@ -50,22 +56,50 @@ class Parameters:
 
     @torch.no_grad()
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copies of whole parameters on the CPU, in float32 or float64; empty on other ranks than 0. Collective."""
-        copies: dict[str, Tensor] = {}
-        for name in names:
-            parameter = whole(self._parameters[name].detach())
-            if self._world.is_main:
-                copies[name] = parameter.to("cpu", master_dtype(parameter.dtype), copy=True).contiguous()
-        return copies
+        """Copies of this rank's parts on the CPU, in float32 or float64."""
+        self._settle()
+        return {name: self._part(name).to("cpu", self.parts.dtype(name), copy=True).contiguous() for name in names}
+
+    def whole(self) -> dict[str, Tensor]:
+        """On rank 0, copies of all parameters on the CPU; elsewhere nothing. Collective."""
+        names, found = list(self._parameters), dict[str, Tensor]()
+
+        def keep(name: str, whole: Tensor | None) -> None:
+            assert whole is not None
+            found[name] = whole
+
+        self.parts.through_main(names, keep, self.read(names).__getitem__, returns=False)
+        return found
 
     @torch.no_grad()
-    def write(self, names: Iterable[str], values: Mapping[str, Tensor]) -> None:
-        """Set parameters to the values of rank 0. Collective; `values` of other ranks are not read."""
+    def write(self, names: Iterable[str], value: Callable[[str], Tensor]) -> None:
+        """Set parameters to new values. Collective.
+
+        Args:
+            names: of the parameters.
+            value: this rank's part of one.
+        """
+        self._settle()
         for name in names:
-            parameter = self._parameters[name]
-            dtype = master_dtype(parameter.dtype)
-            value = share_tensor(self._world, values.get(name), tuple(parameter.shape), dtype)
-            _assign(parameter, value)
+            shard = self._shards[name]
+            if as_dtensor(shard) is None:
+                shard.copy_(self.parts.everywhere(name, value(name)))
+            elif self.parts.boxes[name].numel:
+                held_part(shard).copy_(value(name))
+        for chunk in self._buffered:
+            chunk.mark_updated()
+            chunk.start_param_sync(force_sync=True)
+
+    def _part(self, name: str) -> Tensor:
+        shard = self._shards[name]
+        return self.parts.boxes[name].of(shard.detach()) if as_dtensor(shard) is None else held_part(shard)
+
+    def _settle(self) -> None:
+        """Let shards be the only copy: of FSDP2, which may have gathered some, and while updates are gathered."""
+        put_into_shards(self._modules)
+        for chunk in self._buffered:
+            chunk.finish_param_sync()
+            chunk.take_written()
 
 
 def _named(chunks: list[nn.Module]) -> dict[str, Parameter]:
@@ -91,16 +125,3 @@ def _bare(name: str) -> str:
     for wrapper in _WRAPPED:
         name = name.replace(wrapper, "")
     return name
-
-
-def _assign(parameter: Parameter, value: Tensor) -> None:
-    sharded = as_dtensor(parameter)
-    if sharded is None:
-        parameter.copy_(value)
-        return
-    from torch.distributed.tensor import distribute_tensor
-
-    on_device = value.to(sharded.device_mesh.device_type, parameter.dtype)
-    # every rank has the whole value, so that no rank needs to send shards
-    shard = distribute_tensor(on_device, sharded.device_mesh, sharded.placements, src_data_rank=None)
-    sharded.to_local().copy_(shard.to_local())

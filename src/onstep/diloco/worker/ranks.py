@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn
+from torch.distributed import ProcessGroup
 
+from onstep.distributed.refusals import exchanges
 from onstep.distributed.world import World
-from onstep.errors import OnstepError, text_of
+from onstep.errors import ConfigError, OnstepError, text_of
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -26,6 +27,42 @@ def open_world() -> World:
         return World()
     group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     return World(dist.get_rank(), dist.get_world_size(), control_group=group)
+
+
+def world_of_site(across: ProcessGroup | str, chunks: Sequence[nn.Module]) -> World:
+    """The ranks of a site: those of the process group, or this one if each of them is a site. Collective.
+
+    Args:
+        across: the group of one rank of each site, or where it is met.
+        chunks: the model.
+
+    Raises:
+        ConfigError: for a group of some ranks of the process group, or gradients that sites would exchange.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    known = None if isinstance(across, str) or ranks == 1 else _size_if_known(across)
+    if known is None:
+        return open_world()
+    if known != ranks:
+        raise ConfigError(
+            f"a group of {known} of the {ranks} ranks of the process group does not say which ranks are a site; pass "
+            f"what onstep.diloco.divide_into_sites({known}) returns."
+        )
+    if any(exchanges(module) for chunk in chunks for module in chunk.modules()):
+        raise ConfigError(
+            f"each of the {ranks} ranks is a site, but the model exchanges gradients between them at every step; pass "
+            f"the model without a wrapper, or call onstep.diloco.divide_into_sites({ranks}) first in the program, and "
+            f"pass the group that it returns."
+        )
+    return World()
+
+
+def _size_if_known(group: ProcessGroup) -> int | None:
+    """The size of a group of ranks of the default group; None for a group of its own."""
+    try:
+        return len(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return None
 
 
 def on_main(world: World, owner: S | None, work: Callable[[S], T]) -> T:
@@ -54,13 +91,3 @@ def on_main(world: World, owner: S | None, work: Callable[[S], T]) -> T:
         raise
     world.share((value, None))
     return value
-
-
-def share_tensor(world: World, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Rank 0's tensor, which is on the CPU, on every rank. Collective."""
-    if world.size == 1:
-        assert tensor is not None
-        return tensor
-    buffer = tensor.contiguous() if tensor is not None else torch.empty(shape, dtype=dtype)
-    dist.broadcast(buffer, src=0, group=world.control_group)
-    return buffer

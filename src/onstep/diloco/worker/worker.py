@@ -12,21 +12,27 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from onstep.diloco.client.membership import Membership
-from onstep.diloco.client.servers import Servers
+from onstep.diloco.client.connection import Connection
+from onstep.diloco.client.membership import Client, Membership
+from onstep.diloco.group.client import GroupClient, join_sites
+from onstep.diloco.group.sites import Sites
 from onstep.diloco.protocol.messages import Registered, Settings
 from onstep.diloco.protocol.settings import warn_of_disagreements
+from onstep.diloco.sizes import check_codec
+from onstep.diloco.worker.defaults import DEFAULT_CODEC, DEFAULTS, check_one_way
 from onstep.diloco.worker.exchange import Exchange
-from onstep.diloco.worker.first_contact import check_servers, seconds_of_retries
+from onstep.diloco.worker.first_contact import check_server, seconds_of_retries
 from onstep.diloco.worker.heartbeat import HeartbeatThread
+from onstep.diloco.worker.kept_work import WorkKept, kept_path
 from onstep.diloco.worker.metrics import SyncMetrics
 from onstep.diloco.worker.pace import Pace
 from onstep.diloco.worker.parameters import Parameters
-from onstep.diloco.worker.ranks import on_main, open_world
+from onstep.diloco.worker.ranks import on_main, open_world, world_of_site
 from onstep.diloco.worker.synchronizer import Synchronizer
 from onstep.distributed.world import World
-from onstep.errors import require
+from onstep.errors import ConfigError, require
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,7 +55,8 @@ class DiLoCoWorker:
     continues from the new version. Exiting without an error submits the remaining steps as well, so that workers that
     end together end with the same model; see `finish` for how long that waits. The optimizer's own state is kept. With
     several fragments, they are submitted in turn and are in flight while training continues; the version that arrives
-    is blended with the model's progress since.
+    is blended with the model's progress since, or added to it if the run is eager. The server's `overlap_steps` says
+    after how many steps.
 
     If the server cannot be reached, or a round does not end within `timeout`, training continues. The submission stays
     pending until the next one is due: if it was counted, later progress is added to the new version; if the server
@@ -61,7 +68,7 @@ class DiLoCoWorker:
     Args:
         model: a module, wrapped or sharded (DDP, FSDP2) or not; or the list of its chunks.
         optimizer: counts the steps, by a hook after `step()`; None if `end_step` is called after every step instead.
-        server_addr: `host:port`, or several separated by commas for servers that share the parameters.
+        server_addr: `host:port`, or a URL with `http` or `https`.
         sync_every: steps between two submissions; None for the server's.
         worker_id: unique in the run; by default the host name and random digits. A worker that restarts under its id
             gets its share of the data back; while the first process lives, another one is refused.
@@ -73,21 +80,23 @@ class DiLoCoWorker:
             a step.
         num_fragments: if given, it must be the server's.
         max_sync_retries: an exchange ends after 2 + 4 + ... seconds without any answer, with this many terms.
-        codec: `fp32`, `bf16`, `fp16`, `int8`, `int4`, or `auto`, which chooses by the measured bandwidth; wins over
-            `bf16_comm`.
+        codec: `fp32`, `bf16`, `int8` or `int4`; wins over `bf16_comm`.
         auth_token: of the server; by default from the environment or the token file.
         verify: for `https`, the PEM file of the certification authority.
         client: used instead of a new one for the address, and closed at the end.
+        group: of the sites, instead of a server: each of them performs the same outer step. `sync_every`, `codec` and
+            `num_fragments` must then be the same at all sites; there are no retries, heartbeats and dynamic local
+            updates, and a site that is lost ends the others.
 
     Raises:
-        ConfigError: for an invalid value.
+        ConfigError: for an invalid value, a server and a group, or neither.
     """
 
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | None,
-        server_addr: str,
+        server_addr: str = "",
         sync_every: int | None = None,
         worker_id: str | None = None,
         bf16_comm: bool | None = None,
@@ -101,10 +110,13 @@ class DiLoCoWorker:
         auth_token: str | None = None,
         verify: str | None = None,
         client: Any = None,
+        group: Sites | ProcessGroup | str | None = None,
     ) -> None:
         require(sync_every is None or sync_every >= 1, "sync_every", ">= 1", sync_every, "; None for the server's.")
         require(timeout > 0, "timeout", "> 0 seconds", timeout)
         require(max_sync_retries >= 0, "max_sync_retries", ">= 0", max_sync_retries)
+        if codec is not None:
+            check_codec(codec)
         self.worker_id = worker_id or f"worker_{platform.node()}_{secrets.token_hex(4)}"
         self.server_addr = server_addr
         self.metrics = SyncMetrics()
@@ -113,8 +125,18 @@ class DiLoCoWorker:
         self._sync_every, self._num_fragments, self._dylu = sync_every, num_fragments, dylu
         self._timeout, self._heartbeat_interval, self._max_retries = timeout, heartbeat_interval, max_sync_retries
         self._client, self._auth_token, self._verify = client, auth_token, verify
+        self._sites = group if isinstance(group, Sites) or group is None else Sites(group)
+        self._group: GroupClient | None = None
+        check_one_way(server_addr, group)
+        if not server_addr and group is None and client is None:
+            raise ConfigError(
+                "the worker has neither a server nor a group of sites; pass server_addr, such as host:8512, or group."
+            )
         self._loaded: Mapping[str, Any] | None = None
+        self._divided: Mapping[str, Any] = {}
         self._hook: Any = None
+        self.kept: str | None = None
+        """Of a worker that has ended: what it could not submit, and where that is kept."""
         self._pace = Pace()
         self._synchronizer: Synchronizer | None = None
 
@@ -126,6 +148,8 @@ class DiLoCoWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop(merge=error is None)
+        if error is None and self.kept is not None:
+            raise WorkKept(self.kept)
 
     @property
     def is_active(self) -> bool:
@@ -145,10 +169,13 @@ class DiLoCoWorker:
             RefusedByServerError: if the server refuses this worker, for example because its model differs.
             ServerLostError: without an answer.
         """
-        world = open_world()
+        world = self._open_world()
         parameters = Parameters(self._model, world)
         made: list[Exchange] = []
-        on_main(world, self, lambda worker: made.append(worker._new_exchange(parameters, step)))  # its errors, too
+        whole = {} if self._sites is None else parameters.whole()
+        on_main(
+            world, self, lambda worker: made.append(worker._new_exchange(world, parameters, whole, step))
+        )  # its errors, too
         exchange = made[0] if made else None
         try:
             self._synchronizer = self._begin(world, parameters, exchange)
@@ -159,45 +186,74 @@ class DiLoCoWorker:
         if self._optimizer is not None:
             self._hook = self._optimizer.register_step_post_hook(lambda *_: self.end_step())
 
-    def _new_exchange(self, parameters: Parameters, step: int) -> Exchange:
-        lost_seconds = seconds_of_retries(self._max_retries)
-        if self._client is None:
-            check_servers(self.server_addr, lost_seconds=lost_seconds, auth_token=self._auth_token, verify=self._verify)
-        silence = min(self._timeout, _SILENCE_SECONDS)
+    def _open_world(self) -> World:
+        if self._sites is None:
+            return open_world()
+        return world_of_site(
+            self._sites.group, list(self._model) if isinstance(self._model, Sequence) else [self._model]
+        )
+
+    def _new_client(self, parameters: Parameters, whole: Mapping[str, Tensor]) -> Client:
+        if self._sites is not None:
+            loaded: Mapping[str, Any] = self._loaded or {}
+            self._group = join_sites(
+                self._sites,
+                parameters.specs,
+                whole,
+                codec=self._codec or DEFAULT_CODEC,
+                sync_every=self._sync_every or DEFAULTS["sync_every"],
+                num_fragments=self._num_fragments or 1,
+                timeout=self._timeout,
+                state=loaded.get("group"),
+            )
+        elif self._client is None:
+            lost_seconds = seconds_of_retries(self._max_retries)
+            check_server(self.server_addr, lost_seconds=lost_seconds, auth_token=self._auth_token, verify=self._verify)
+            silence = min(self._timeout, _SILENCE_SECONDS)
+            return Connection(self.server_addr, silence, self._auth_token, self._verify)
+        client: Client = self._group or self._client
+        return client
+
+    def _new_exchange(self, world: World, parameters: Parameters, whole: Mapping[str, Tensor], step: int) -> Exchange:
         member = Membership(
-            self._client or Servers(self.server_addr, silence, self._auth_token, self._verify),
+            self._new_client(parameters, whole),
             self.worker_id,
             parameters.specs,
             timeout=self._timeout,
-            lost_seconds=lost_seconds,
+            lost_seconds=seconds_of_retries(self._max_retries),
+            decodes=world.size == 1,
             hostname=platform.node(),
             sync_every=self._sync_every,
             num_fragments=self._num_fragments,
         )
         member.session.step = step
-        dtypes = {spec.name: parameters.dtype(spec.name) for spec in parameters.specs}
-        exchange = Exchange(member, dtypes, self._codec, self.metrics)
         if self._loaded is not None and self._loaded.get("exchange"):
-            exchange.load_state_dict(self._loaded["exchange"])
-        return exchange
+            member.session.load_state_dict(self._loaded["exchange"]["session"])
+        codec = self._codec if self._sites is None else self._codec or DEFAULT_CODEC
+        return Exchange(member, codec, self.metrics, has_server=self._sites is None)
 
     def _begin(self, world: World, parameters: Parameters, exchange: Exchange | None) -> Synchronizer:
+        path = kept_path(self.server_addr, self.worker_id)
+        on_main(world, exchange, lambda exchange: exchange.expect_kept(path))
         registered = on_main(world, exchange, Exchange.join)
-        if world.is_main:
+        on_main(world, exchange, lambda exchange: exchange.send_kept(path))
+        if world.is_main and self._sites is None:
             warn_of_disagreements(self.worker_id, registered.settings, self._sync_every, self._codec, self._dylu)
         synchronizer = Synchronizer(world, parameters, exchange, registered, self._sync_every)
-        loaded, self._loaded = self._loaded, None
-        synchronizer.resume(loaded)
-        if exchange is not None and self._heartbeat_interval > 0:
+        loaded, divided, self._loaded, self._divided = self._loaded, self._divided, None, {}
+        synchronizer.holdings.load_state_dict(divided)
+        synchronizer.resume(loaded, divided.get("tokens"))
+        if exchange is not None and self._heartbeat_interval > 0 and self._sites is None:
             synchronizer.heartbeat = HeartbeatThread(exchange.member, self._heartbeat_interval, self._pace)
         return synchronizer
 
-    def end_step(self, tokens: Tensor | float | None = None) -> None:
+    def end_step(self, tokens: Tensor | float | None = None, loss: Tensor | float | None = None) -> None:
         """Count an optimizer step; exchange the fragments that are due after it. Collective.
 
         Args:
             tokens: that this rank has trained on, the weight of its work; in any unit, the same for all workers. None
                 counts steps.
+            loss: of this rank in the step, for the words of the server; None if it is not known.
 
         Raises:
             RefusedByServerError: if the server no longer accepts this worker.
@@ -205,16 +261,16 @@ class DiLoCoWorker:
         """
         synchronizer, metrics, started = self._started(), self.metrics, time.monotonic()
         cycle = synchronizer.cycle
-        synchronizer.progress.count(1.0 if tokens is None else tokens)
+        synchronizer.progress.count(1.0 if tokens is None else tokens, loss=loss)
         if synchronizer.exchange is not None:
             synchronizer.exchange.member.session.step += 1
         self._pace.count_step()
-        synchronizer.merge_arrived(wait=False)
+        has_waited = synchronizer.merge_due()
         fragments = cycle.advance()
         if fragments:
-            pace = self.get_steps_per_second()
-            synchronizer.exchange_due(fragments, cycle.length / pace if pace > 0 else 0.0)
-            metrics.fragment_syncs += len(fragments) if cycle.is_overlapped else 0
+            synchronizer.exchange_due(fragments)
+            metrics.fragment_syncs += len(fragments) if synchronizer.is_overlapped else 0
+        if fragments or has_waited:
             metrics.last_sync_time = time.monotonic() - started
             metrics.total_sync_time += metrics.last_sync_time
         self._pace.leave_out(time.monotonic() - started)
@@ -252,8 +308,8 @@ class DiLoCoWorker:
             RuntimeError: if it is not active.
         """
         synchronizer = self._started()
-        has_steps = any(map(synchronizer.progress.has_steps, synchronizer.fragments))
-        synchronizer.exchange_due(synchronizer.fragments, 0.0)
+        has_steps = any(map(synchronizer.progress.num_steps, synchronizer.fragments))
+        synchronizer.exchange_due(synchronizer.fragments)
         synchronizer.merge_arrived(wait=True)
         if has_steps:
             synchronizer.cycle.begin(synchronizer.cycle.length)
@@ -281,10 +337,11 @@ class DiLoCoWorker:
         """Wait for the fragments in flight, and merge them. Collective."""
         self._started().merge_arrived(wait=True)
 
-    def stop(self, merge: bool = True) -> None:
+    def stop(self, merge: bool = True, reason: str = "") -> None:
         """Leave the run; may be repeated.
 
         Args:
+            reason: why, for the logs of the worker and the server.
             merge: whether to `finish` first, which is collective. Pass False to leave at once: after an error that
                 other ranks might not share, or to continue later from a checkpoint.
         """
@@ -297,11 +354,30 @@ class DiLoCoWorker:
         try:
             if merge:
                 synchronizer.finish()
+                self._keep_unsent(synchronizer)
         finally:
             if synchronizer.heartbeat is not None:
                 synchronizer.heartbeat.stop()
             if synchronizer.exchange is not None:
-                synchronizer.exchange.leave()
+                if reason:
+                    logger.info("DiLoCo: %s leaves the run: %s", self.worker_id, reason)
+                synchronizer.exchange.leave(reason)
+
+    def keep_unsent(self) -> None:
+        """After `finish`, write to disk what could not be submitted, and set `kept`; the next start submits it."""
+        self._keep_unsent(self._started())
+
+    def _keep_unsent(self, synchronizer: Synchronizer) -> None:
+        path = kept_path(self.server_addr, self.worker_id)
+        steps = synchronizer.keep_unsent(path)
+        if not steps:
+            return
+        self.kept = (
+            f"the server does not answer, and {steps} steps of this worker are in no round: they are kept in {path}, "
+            f"and the next start as worker {self.worker_id!r} (--worker-id) submits them"
+        )
+        if synchronizer.world.is_main:
+            logger.error("DiLoCo: %s", self.kept)
 
     def get_steps_per_second(self) -> float:
         """Speed of the last 100 steps, without the time spent waiting for the server; 0 before the second step."""
@@ -318,7 +394,7 @@ class DiLoCoWorker:
             logs["diloco/sync_every"] = cycle.length
             if self._is_dynamic(settings):
                 logs["diloco/dylu_adjustments"] = self.metrics.dylu_adjustments
-            if cycle.is_overlapped:
+            if self._synchronizer.is_overlapped:
                 logs["diloco/num_fragments"] = settings.num_fragments
                 logs["diloco/fragment_syncs"] = self.metrics.fragment_syncs
         return logs
@@ -331,30 +407,57 @@ class DiLoCoWorker:
         """
         return self._started().registered
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counts, position in the cycle, and on rank 0 the residuals of the codec.
+    @property
+    def has_resumed(self) -> bool:
+        """Whether work of an earlier process counts that was in no submission when this one registered.
 
-        It does not contain the version that the model started from: the server has it.
+        Fragment 0 decides, by whose submissions the share of the data is counted. If not, the steps since its last
+        submission are lost, and their samples come again.
+        """
+        return self._started().has_resumed
+
+    @property
+    def times_over(self) -> int:
+        """How often this worker has given up steps that were too old, and started over from a newer version."""
+        return self._started().times_over
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, position in the cycle, and as `divided` the residuals of the codec and the tokens of each rank.
+
+        Each rank of several has a part of the latter, as DTensors, which torch.distributed.checkpoint and Onstep's
+        checkpoints load on any number of ranks. The version that the model started from is not part of the state: the
+        server has it.
         """
         synchronizer = self._started()
         exchange, progress = synchronizer.exchange, synchronizer.progress
+        if exchange is not None and self._group is not None:
+            exchange.settle()
         return {
             "worker_id": self.worker_id,
             "sync_every": synchronizer.cycle.length,
             "local_step": synchronizer.cycle.step,
             "since_base": [vars(progress.since_base(index)) for index in synchronizer.fragments],
+            "since_submission": [vars(progress.since_submission(index)) for index in synchronizer.fragments],
             "exchange": None if exchange is None else exchange.state_dict(),
+            "divided": synchronizer.divided_state(),
+            **({} if self._group is None else {"group": self._group.state_dict()}),
             **self.metrics.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of an earlier process, whose parameters the model has; before `start`.
 
+        Of all but `divided`, rank 0's state matters. What that contains is either whole, on rank 0, or on all ranks
+        DTensors that are divided as the parameters are here; a rank may be given it alone.
+
         Args:
             state: what `state_dict()` returned.
         """
-        self._loaded = state
-        self.metrics.load_state_dict(state)
+        exchange = state.get("exchange") or {}
+        self._divided = state.get("divided") or exchange.get("feedback") or {}  # the latter up to version 0.5
+        if "since_base" in state:
+            self._loaded = state
+            self.metrics.load_state_dict(state)
 
     def _started(self) -> Synchronizer:
         if self._synchronizer is None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect, Request
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from onstep.checkpoint.format.tensor_header import LENGTH_BYTES
 from onstep.diloco.codec.body import read_body
-from onstep.diloco.codec.formats import check_encoded, check_values, encoded_specs
+from onstep.diloco.codec.formats import check_encoded, check_values, encoded_specs, norm
 from onstep.diloco.codec.specs import InvalidTensorsError
 from onstep.diloco.protocol import messages as protocol
 from onstep.diloco.protocol.messages import ParameterSpec, Refused, Register, Reply, Submit, first_difference
@@ -35,10 +37,12 @@ from onstep.diloco.wire.http import (
     INFO,
     MESSAGE_HEADER,
     MOST_JSON_BYTES,
+    PAGE,
     PATHS,
     STATUS,
     specs_from_bytes,
 )
+from onstep.diloco.wire.roles import RoleTokens
 from onstep.errors import DataError
 from onstep.files.bounded_reading import parse_json
 from onstep.http.access import Access
@@ -51,6 +55,14 @@ if TYPE_CHECKING:
 
 Handler = Callable[[Request], Awaitable[Response]]
 
+_PAGE = Path(__file__).parents[1] / "page"
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 _MESSAGE_HEADER = MESSAGE_HEADER.encode()
 _MOST_MESSAGE_BYTES = 64 << 10
 _MOST_BYTES_AT_ONCE = 64 << 10
@@ -60,7 +72,12 @@ _HEADER_SLACK = 4096
 
 
 def build_app(
-    run: ServedRun, operator: Operator, access: Access, model: Sequence[ParameterSpec], buffers: Buffers
+    run: ServedRun,
+    operator: Operator,
+    access: Access,
+    model: Sequence[ParameterSpec],
+    buffers: Buffers,
+    roles: RoleTokens,
 ) -> ASGIApp:
     """The application.
 
@@ -68,7 +85,8 @@ def build_app(
         run: what is served.
         operator: what can be asked and changed apart from the protocol.
         access: who may use it.
-        model: all parameters of the model, also those that other servers have.
+        model: all parameters of the model.
+        roles: the tokens that allow a part.
     """
     protocol, control = ProtocolRoutes(run, model, buffers), ControlRoutes(operator)
     handlers: dict[str, tuple[str, Handler]] = {
@@ -78,8 +96,15 @@ def build_app(
         STATUS: ("GET", control.status),
         INFO: ("GET", control.info),
         HEALTH: ("GET", control.health),
+        **dict.fromkeys(PAGE, ("GET", page_file)),
     }
-    return Application(handlers, access)
+    return Application(handlers, access, roles)
+
+
+async def page_file(request: Request) -> Response:
+    """A file of the page, which asks for the status with the reader's token."""
+    name, kind = PAGE[request.scope["path"]]
+    return Response((_PAGE / name).read_bytes(), 200, _PAGE_HEADERS, media_type=kind)
 
 
 class Application:
@@ -88,16 +113,17 @@ class Application:
     Args:
         handlers: by path, the method of its requests and what answers them.
         access: who may use it.
+        roles: the tokens that allow a part.
     """
 
-    def __init__(self, handlers: Mapping[str, tuple[str, Handler]], access: Access) -> None:
-        self._handlers = handlers
+    def __init__(self, handlers: Mapping[str, tuple[str, Handler]], access: Access, roles: RoleTokens) -> None:
+        self._handlers, self._roles = handlers, roles
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         try:
-            check_access(scope, self._access)
+            check_access(scope, self._access, self._roles)
             response = await self._handler(scope)(Request(scope, receive))
         except RefusedError as error:
             response = error.response
@@ -142,7 +168,7 @@ class ProtocolRoutes:
         if isinstance(message, Register) and isinstance(result.reply, Refused):
             return _reply(await self._explained(request, result.reply))
         if result.tensors is not None:
-            return TensorResponse(json.dumps(to_json(result.reply)), result.tensors)
+            return TensorResponse(json.dumps(to_json(result.reply)), result.tensors, self._buffers)
         return _reply(result.reply)
 
     async def _message(self, request: Request) -> protocol.Request:
@@ -177,13 +203,13 @@ class ProtocolRoutes:
         body = await self._received(request, message, self._most_bytes[message.fragment][message.codec])
         try:
             if body.nbytes > _MOST_BYTES_AT_ONCE:
-                encoded = await asyncio.to_thread(_checked, body, specs, message.codec)
+                encoded, size = await asyncio.to_thread(_checked, body, specs, message.codec, self._buffers)
             else:
-                encoded = _checked(body, specs, message.codec)
+                encoded, size = _checked(body, specs, message.codec, self._buffers)
         except InvalidTensorsError as error:
             self._run.coordinator.counts["invalid"] += 1
             raise RefusedError(422, str(error), kind="tensors") from None
-        return self._run.submit(message, encoded)
+        return self._run.submit(message, encoded, size)
 
     async def _received(self, request: Request, message: Submit, most_bytes: int) -> memoryview:
         """The body; a worker that starts again has lost its connection, and what it sent before is given up."""
@@ -198,12 +224,18 @@ class ProtocolRoutes:
                 del self._receiving[key]
 
 
-def _checked(body: memoryview, specs: Sequence[ParameterSpec], codec: str) -> dict[str, Tensor]:
-    """The tensors of a submission, if they are what they should be."""
+def _checked(
+    body: memoryview, specs: Sequence[ParameterSpec], codec: str, buffers: Buffers
+) -> tuple[dict[str, Tensor], float]:
+    """The tensors of a submission, if they are what they should be, and their norm."""
     encoded = read_body(body)
     check_encoded(encoded, specs, codec)
-    check_values(encoded, specs, codec)
-    return encoded
+    norms = []
+    for spec in specs:
+        check_values(encoded, [spec], codec)
+        norms.append(norm(encoded, [spec], codec))
+        buffers.release(encoded[spec.name])
+    return encoded, math.hypot(*norms)
 
 
 def _most_bytes(specs: Sequence[ParameterSpec], codec: str) -> int:

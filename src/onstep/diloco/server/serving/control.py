@@ -25,6 +25,7 @@ class ControlRoutes:
             "update_optimizer": self._update_optimizer,
             "update_num_workers": self._update_num_workers,
             "command": self._command,
+            "go_back": self._go_back,
             "shutdown": self._shutdown,
         }
         """What obeys a command, by name."""
@@ -56,7 +57,7 @@ class ControlRoutes:
 
     async def _save_state(self, body: dict[str, Any]) -> dict[str, Any]:
         if not self._operator.saves:
-            raise RefusedError(400, "The server has no directory to save to; start it with save_dir.")
+            raise RefusedError(400, "The server has no directory to save to; start it with --output-dir (output_dir).")
         return {"sync_round": await self._operator.save_state()}
 
     async def _kick_worker(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +65,8 @@ class ControlRoutes:
         if worker_id is None:
             raise RefusedError(400, "worker_id must be given.")
         if not await self._operator.kick(worker_id):
-            raise RefusedError(404, f"There is no worker {worker_id[:100]!r}.")
+            known = ", ".join(self._operator.workers()) or "none"
+            raise RefusedError(404, f"There is no worker {worker_id[:100]!r}; there are: {known}.")
         return {}
 
     async def _update_optimizer(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +89,13 @@ class ControlRoutes:
             raise RefusedError(400, "command must be given.")
         number = await self._operator.command(name)
         return {"command": name, "number": number, "workers": self._operator.workers()}
+
+    async def _go_back(self, body: dict[str, Any]) -> dict[str, Any]:
+        version = _of(body, "version", int)
+        if version is None:
+            raise RefusedError(400, "version must be given.")
+        self._operator.go_back(version)
+        return {"version": version}
 
     async def _shutdown(self, body: dict[str, Any]) -> dict[str, Any]:
         self._operator.shut_down()

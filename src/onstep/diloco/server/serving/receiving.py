@@ -9,6 +9,9 @@ from starlette.requests import ClientDisconnect, Request
 from onstep.diloco.server.memory import Buffers
 from onstep.http.messages import RefusedError
 
+_RELEASED_BYTES = 8 << 20
+"""Received, after which the memory of a body that is mapped from a file is released."""
+
 
 async def read_body(request: Request, most_bytes: int, buffers: Buffers) -> memoryview:
     """The body, in memory that may be written.
@@ -20,8 +23,9 @@ async def read_body(request: Request, most_bytes: int, buffers: Buffers) -> memo
         RefusedError: 411 without a length, 413 if it is too large.
         ClientDisconnect: if the client leaves before its end.
     """
-    memory = buffers.take(_length(request, most_bytes)).data
-    receive, position, is_complete = request.receive, 0, False
+    block = buffers.take(_length(request, most_bytes))
+    memory, start = block.data, int(block.__array_interface__["data"][0])
+    receive, position, released, is_complete = request.receive, 0, 0, False
     while not is_complete:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -29,6 +33,9 @@ async def read_body(request: Request, most_bytes: int, buffers: Buffers) -> memo
         piece = message["body"]
         memory[position : position + len(piece)] = piece
         position += len(piece)
+        if position - released >= _RELEASED_BYTES:
+            buffers.release_range(start + released, position - released)
+            released = position
         is_complete = not message["more_body"]
     return memory
 

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
 from starlette.responses import Response
 from torch import Tensor
 
 from onstep.checkpoint import write_tensors
 from onstep.diloco.codec.body import body_bytes
+from onstep.diloco.server.memory import Buffers
 from onstep.diloco.wire.http import MESSAGE_HEADER, TENSORS
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ class _Pieces:
 class TensorResponse(Response):
     """An answer with a message in its header and tensors as its body, which must not change until it is sent."""
 
-    def __init__(self, message: str, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, message: str, tensors: Mapping[str, Tensor], buffers: Buffers | None = None) -> None:
+        self._buffers = buffers
         self.status_code = 200
         self.background = None
         self._tensors = tensors
@@ -51,5 +54,8 @@ class TensorResponse(Response):
         write_tensors(pieces, self._tensors)
         for piece in pieces.buffers:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if self._buffers is not None and piece.nbytes == PIECE_BYTES:
+                address = int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])
+                self._buffers.release_range(address, piece.nbytes)
             await asyncio.sleep(0)  # so that a client that leaves is noticed
         await send({"type": "http.response.body", "body": b""})

@@ -9,21 +9,27 @@ from typing import Any
 
 from onstep.diloco.simulator.environment.clock import Clock
 
+CONGESTION_CONTROLS = ("cubic", "bbr", "reno")
 SEGMENT_BYTES = 1460
 """Payload of a TCP segment on Ethernet."""
 _ROUNDING_SECONDS = 1e-6
 """A message that would pass within a microsecond has passed; it must exceed the rounding of the clock."""
 
 
-def packet_loss_limit(packet_loss: float, round_trip_seconds: float) -> float:
-    """Bytes per second that one TCP connection reaches at a rate of lost packets; infinite without loss.
+def packet_loss_limit(packet_loss: float, round_trip_seconds: float, congestion_control: str = "cubic") -> float:
+    """Bytes per second that one TCP connection reaches at a rate of lost packets; infinite without loss, or with BBR.
 
-    Source: Mathis, Semke, Mahdavi, Ott 1997, "The macroscopic behavior of the TCP congestion avoidance algorithm",
-    equation 3 with C = sqrt(3/2).
+    BBR sends at the bandwidth that it measures, whatever is lost; that lost packets are sent again is not counted.
+
+    Source: reno: Mathis, Semke, Mahdavi, Ott 1997, "The macroscopic behavior of the TCP congestion avoidance
+    algorithm", equation 3 with C = sqrt(3/2). cubic: RFC 9438, section 5.1, and never less than Reno (section 4.3).
     """
-    if packet_loss == 0.0 or round_trip_seconds == 0.0:
+    if packet_loss == 0.0 or round_trip_seconds == 0.0 or congestion_control == "bbr":
         return math.inf
-    return SEGMENT_BYTES / round_trip_seconds * math.sqrt(1.5 / packet_loss)
+    window = math.sqrt(1.5 / packet_loss)
+    if congestion_control == "cubic":
+        window = max(window, 1.054 * (round_trip_seconds / packet_loss) ** 0.75)
+    return SEGMENT_BYTES / round_trip_seconds * window
 
 
 class Line:

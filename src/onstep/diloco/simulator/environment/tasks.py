@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
-from onstep.diloco.protocol.session import Outcome, Send, Sleep
+from onstep.diloco.protocol.operations import Outcome, Send, Sleep
 from onstep.diloco.simulator.environment.clock import Clock
 
 

@@ -117,7 +117,7 @@ def _described(error: BaseException) -> str:
 
 def reason_of(run: Run, error: BaseException | None) -> Reason:
     """The reason for the end; a callback that exits the process counts as having stopped it."""
-    if isinstance(error, Preempted) or (error is None and run.exits.decided == "signal"):
+    if isinstance(error, Preempted) or (error is None and run.exits.is_preempted):
         return "preempted"
     if error is not None:
         return "stopped" if isinstance(error, SystemExit) else "failed"

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from onstep.checkpoint import CheckpointInfo
 from onstep.config import ChangeClass, ConfigContainer
@@ -22,6 +23,7 @@ from onstep.training.runs.hold import PROBES, Hold, abandoned_on_error, missing_
 from onstep.training.runs.hub import hub_revisions, recorded_revisions
 from onstep.training.runs.identity import IDENTITY_FILE, Comparison, Identify, Identity, compare, ways_to_continue
 from onstep.training.runs.lock import LEASE
+from onstep.training.runs.mirrored import MirroredRun
 from onstep.training.runs.provenance import provenance
 from onstep.training.runs.run_dir import FINISHED, RunDir, next_free
 
@@ -85,6 +87,31 @@ def acquire_run_dir(
             the data of the run has changed, unless `checkpoint.on_config_change` is apply.
         ConfigError: if it cannot be written.
     """
+    if config.run.is_in_store:
+        return _acquire_mirrored(config, identify, revisions or {}, user_code or {})
+    return _acquire_local(config, identify, revisions or {}, user_code or {})
+
+
+def _acquire_mirrored(config: ConfigContainer, *given: Any) -> tuple[Claim, Hold | None]:
+    """Claim a directory that is mirrored in an object store, once this machine has what is there."""
+    mirrored, hold = MirroredRun(config), None
+    try:
+        claim, hold = _acquire_local(config, *given)
+        if hold is not None:
+            hold.mirrored = mirrored
+            mirrored.mirror.start()
+        return claim, hold
+    finally:
+        if hold is None:
+            mirrored.close()
+
+
+def _acquire_local(
+    config: ConfigContainer,
+    identify: Identify | None,
+    revisions: Mapping[str, str],
+    user_code: Mapping[str, object],
+) -> tuple[Claim, Hold | None]:
     directory = named_dir(config)
     try:
         finished = _finished(directory, config, identify)
@@ -92,9 +119,7 @@ def acquire_run_dir(
         raise _not_writable(directory, error) from None
     if finished is not None:
         return finished, None
-    return hold_and_claim(
-        directory, lambda: _start_or_continue(directory, config, identify, revisions or {}, user_code or {})
-    )
+    return hold_and_claim(directory, lambda: _start_or_continue(directory, config, identify, revisions, user_code))
 
 
 def hold_and_claim(
@@ -140,7 +165,7 @@ def _hold(directory: RunDir, shares: bool, attempts: int = _ATTEMPTS) -> Hold:
 def named_dir(config: ConfigContainer) -> RunDir:
     """The directory that a configuration names; with `run.fresh` one beside it that does not exist yet."""
     assert config.run.name is not None
-    directory = RunDir(Path(config.run.output_dir) / config.run.name)
+    directory = RunDir(config.run.local_output_dir / config.run.name)
     is_taken = config.run.fresh and directory.path.exists()
     return RunDir(next_free(directory.path, 2)) if is_taken else directory
 

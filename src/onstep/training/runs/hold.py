@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from onstep.errors import DataError
+from onstep.errors import DataError, StoreError
 from onstep.files.bounded_reading import MAX_JSON_BYTES, open_file, read_bytes
 from onstep.files.durability import replace_durably
 from onstep.training.runs.identity import IDENTITY_FILE
 from onstep.training.runs.lock import LEASE, LOCK, RunLock
+from onstep.training.runs.mirrored import MirroredRun
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ class Hold:
 
     def __init__(self, path: Path, made: Sequence[Path] = ()) -> None:
         self.path, self._made = path, made
+        self.mirrored: MirroredRun | None = None
+        """Uploads what the run writes, until the directory is released."""
+        self._unfinished: str | None = None
         self.lock = RunLock(path / LOCK)
         try:
             self._entries = {one.name for one in path.iterdir()} - ({LOCK} if self.lock.is_new else set())
@@ -102,7 +106,21 @@ class Hold:
 
     def release(self) -> None:
         """Let other processes in; calling it twice is harmless."""
+        mirrored, self.mirrored = self.mirrored, None
+        if mirrored is not None:
+            mirrored.close()
+            self._unfinished = mirrored.mirror.unfinished
         self.lock.release()
+
+    def finish(self) -> None:
+        """Release the directory of a run that has ended as it should.
+
+        Raises:
+            StoreError: if something of the run is not in its object store.
+        """
+        self.release()
+        if self._unfinished is not None:
+            raise StoreError(self._unfinished)
 
     def _restore_records(self) -> None:
         for name, content in self._records.items():

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from onstep.slurm.allocation import Allocation
+
 _LIBRARIES = ("onstep", "torch", "numpy", "transformers")
 _GPU_FILES = Path("/proc/driver/nvidia/gpus")
 _CPU_FILE = Path("/proc/cpuinfo")
@@ -24,7 +26,7 @@ _MOST_STATUS = 1 << 20
 
 
 def provenance() -> dict[str, Any]:
-    """The entries `versions`, `machine` and, in a git repository, `code` of run.json.
+    """The entries `versions`, `machine`, in a git repository `code`, and in a SLURM job `slurm` of run.json.
 
     The code is that of the working directory. Nothing here can fail a run, and no device is initialized.
     """
@@ -33,7 +35,9 @@ def provenance() -> dict[str, Any]:
         code = code_revision(Path.cwd())
     except OSError:  # the working directory was deleted
         code = {}
-    return {**found, "code": code} if code else found
+    allocation = Allocation.of_process()
+    found |= {"code": code} if code else {}
+    return found | ({} if allocation is None else {"slurm": allocation.facts})
 
 
 def versions() -> dict[str, str]:

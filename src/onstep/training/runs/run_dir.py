@@ -13,6 +13,7 @@ from onstep.checkpoint.catalog.discovery import ASIDE, named_dirs
 from onstep.errors import DataError, RunExistsError
 from onstep.files.bounded_reading import read_json
 from onstep.files.durability import replace_durably
+from onstep.mirror.mirror import Mirror
 from onstep.training.protocols import StateDict
 from onstep.training.runs.identity import IDENTITY_FILE
 from onstep.training.runs.lock import LOCK, RunLock
@@ -45,10 +46,12 @@ class RunDir:
         self.layout: Layout = layout or _recorded_layout(path / "run.json")
         self.held: RunLock | None = None
         """The lock that this process holds on it; None on other ranks than 0, and where it is only read."""
+        self.mirror: Mirror | None = None
+        """What uploads it to an object store, on rank 0."""
 
-    def work_in(self, held: RunLock | None) -> None:
+    def work_in(self, held: RunLock | None, mirror: Mirror | None = None) -> None:
         """Keep the place, as user code may change the working directory, and the lock, which only rank 0 has."""
-        self._path, self.held = self._path.absolute(), held
+        self._path, self.held, self.mirror = self._path.absolute(), held, mirror
 
     @property
     def path(self) -> Path:

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 from onstep.distributed import World, shards
-from onstep.errors import ConfigError
+from onstep.errors import PREEMPTED, ConfigError
 from onstep.processes.heartbeat import ENDING, HEARTBEAT
 
 logger = logging.getLogger(__name__)
 
-PREEMPTED_EXIT_CODE = 75
-"""`EX_TEMPFAIL`: the run was asked to exit and has saved; the same command continues it."""
 
 REPEAT_WINDOW_SECONDS = 1.0
 """A signal this soon after the first is a repetition of the same request: schedulers signal a whole process group, and
 `torchrun` forwards the same signal, so every rank receives it twice."""
+
+
+def repeat_window_seconds() -> float:
+    """How long after the first a signal is its repetition: without end in a batch job of SLURM.
+
+    There SLURM sends the signal to the ranks and to their launcher, which forwards it; further signals may arrive
+    before the run has saved, and SIGKILL ends the job anyway.
+    """
+    is_batch = "SLURM_JOB_ID" in os.environ and not os.isatty(0)
+    return math.inf if is_batch else REPEAT_WINDOW_SECONDS
+
 
 _ERASE_BARS = "\r\x1b[J"
 """Erases the line of a terminal's cursor, which ends with a ^C, and those below."""
@@ -37,8 +46,6 @@ _REFUSED = {
     "SIGALRM": "train.data_timeout uses it",
 }
 
-ExitKind = Literal["signal", "duration", "straggler", "interval"]
-
 Handler = Callable[[int, FrameType | None], object]
 Installed = Handler | int | None
 """The result of `signal.getsignal`: None for a handler that was not installed from Python."""
@@ -48,7 +55,7 @@ class Preempted(SystemExit):
     """Ends the process with exit code 75, after the run was asked to exit and has saved what it could."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(PREEMPTED_EXIT_CODE)
+        super().__init__(PREEMPTED)
         self.message = message
 
     def __str__(self) -> str:
@@ -78,7 +85,7 @@ class DistributedSignalHandler:
     """While entered, records that one of some signals was received; on exit restores the previous handlers.
 
     The handler sets a flag, writes one line to standard error and calls the handler that a user had installed before
-    (Python's own for SIGINT is not called). A second signal, later than `REPEAT_WINDOW_SECONDS` after the first, ends
+    (Python's own for SIGINT is not called). A second signal, later than `repeat_window_seconds()` after the first, ends
     the process at once by that signal's default action. Python runs handlers between two bytecodes: a process that
     hangs in a collective notices neither.
 
@@ -196,7 +203,7 @@ class DistributedSignalHandler:
             return
         now = time.monotonic()
         if self._first_time is not None:
-            if now - self._first_time > REPEAT_WINDOW_SECONDS:
+            if now - self._first_time > repeat_window_seconds():
                 HEARTBEAT.activity = f"{ENDING} a second {signal.Signals(number).name}"  # for the other ranks
                 self._leave_at_once(number)
         else:
@@ -204,9 +211,11 @@ class DistributedSignalHandler:
             self._children.start()
             name = self._first_signal.name
             erase, gap = (_ERASE_BARS, "\n  ") if os.isatty(2) else ("", " ")
-            first, second = "saving and stopping after this step", f"a second {name} ends the run without saving"
+            text = f"{erase}Received {name}: saving and stopping after this step"
+            if repeat_window_seconds() < math.inf:
+                text += f";{gap}a second {name} ends the run without saving"
             with suppress(OSError):  # standard error may be closed
-                os.write(2, f"{erase}Received {name}: {first};{gap}{second}\n".encode())
+                os.write(2, f"{text}\n".encode())
             if self.on_first_signal is not None:
                 self.on_first_signal()
         previous = self._previous.get(signal.Signals(number))
@@ -295,45 +304,6 @@ class Interrupts:
             signal.set_wakeup_fd(present)
         for end in ends:
             os.close(end)
-
-
-@dataclass
-class ExitWatch:
-    """The reasons to end the process early, on which ranks agree."""
-
-    handler: DistributedSignalHandler | None = None
-    """None outside of a run and without `train.exit_signal_handler`."""
-    deadline: float | None = None
-    """When the limit `train.exit_duration_in_mins` expires, in seconds of the monotonic clock."""
-    decided: ExitKind | None = None
-    straggler: str = ""
-    """Describes the rank that is so slow that the run should end; otherwise empty."""
-
-    def of_next_run(self) -> ExitWatch:
-        """The watch of a run that begins after an earlier one; a signal is for all runs of the process."""
-        decided: ExitKind | None = "signal" if self.decided == "signal" else None
-        return replace(self, decided=decided, straggler="")
-
-    def start(self, exit_duration_in_mins: float | None, start_time: float) -> None:
-        """Start the clock of `train.exit_duration_in_mins` unless already running."""
-        if exit_duration_in_mins is not None and self.deadline is None:
-            self.deadline = time.monotonic() + 60 * exit_duration_in_mins - (time.time() - start_time)
-
-    def votes(self, is_main: bool) -> list[int]:
-        """The status of this rank: a signal was received; the time is up (rank 0's clock); a rank is too slow."""
-        signalled = self.handler is not None and self.handler.received
-        is_late = self.deadline is not None and is_main and time.monotonic() >= self.deadline
-        return [int(signalled), int(is_late), int(bool(self.straggler))]
-
-    def set_agreed(self, votes: list[int]) -> None:
-        """Apply the votes of all ranks; a signal has priority over the clock, and the clock over a slow rank."""
-        signalled, is_late, is_slow = votes
-        if signalled:
-            self.decided = "signal"
-        elif is_late and self.decided is None:
-            self.decided = "duration"
-        elif is_slow and self.decided is None:
-            self.decided = "straggler"
 
 
 def _is_users(handler: Installed) -> TypeGuard[Handler]:

@@ -1,0 +1,5 @@
+"""Starts the ranks of a run: on this machine by torchelastic's agent, on a cluster by SLURM or Kubernetes.
+
+`plan` says what is started, `agent` starts and watches ranks, `outputs` shows what they print, `failures` says which
+failed first, `slurm` and `kubernetes` write what these run.
+"""

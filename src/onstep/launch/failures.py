@@ -1,0 +1,83 @@
+"""Says which rank failed first, how, and where its output is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from onstep.launch.outputs import last_line
+
+_CLOSED_BY_LAUNCH = -signal.SIGTERM
+_FROM_OUTSIDE = (-signal.SIGKILL, _CLOSED_BY_LAUNCH)
+"""Ends of a rank of which it knew nothing: its last line is not the reason."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a rank that failed."""
+
+    rank: int
+    code: int
+    """Its exit code; the number of a signal as a negative number."""
+    error: str
+    """The last line that it wrote to standard error; "" if that is not known."""
+    output: str
+    """Where its output is; "" for the terminal."""
+    node: str = ""
+    """The host; "" for this one."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code as a shell gives it."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def __str__(self) -> str:
+        how = f"exit code {self.code}" if self.code >= 0 else f"killed by {_signal_name(-self.code)}"
+        host = f" on {self.node}" if self.node else ""
+        said = f" ({self.error})" if self.error else ""
+        where = f"; its output is in {self.output}" if self.output else "; its output is above"
+        return f"rank {self.rank}{host} failed first: {how}{said}{where}"
+
+
+def first_failure(codes: dict[int, int], outputs: dict[int, str], errors: dict[int, str]) -> Failure:
+    """The rank that failed first, of those that were seen to have failed at the same time.
+
+    Others fail because it is gone: a signal comes before an exit code, and an older last line before a newer one.
+
+    Args:
+        codes: the exit codes of failed ranks.
+        outputs: the files with standard output of ranks; "" for the terminal.
+        errors: the same of standard error.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, float, int]:
+        code, path = codes[rank], errors.get(rank, "")
+        written = os.path.getmtime(path) if path and os.path.exists(path) else 0.0
+        return code == _CLOSED_BY_LAUNCH, code >= 0, written, rank
+
+    rank = min(codes, key=order)
+    error = "" if codes[rank] in _FROM_OUTSIDE else last_line(errors.get(rank, ""))
+    return Failure(rank, codes[rank], error, (errors if error else outputs).get(rank, ""))
+
+
+def agreed(own: Failure, store: Any, host: str) -> Failure:
+    """The failure that was the first on any node of this attempt.
+
+    Args:
+        own: the first failure on this node.
+        store: a store of this attempt that all nodes see.
+        host: the name of this node.
+    """
+    mine = json.dumps({**asdict(own), "node": host})
+    found = Failure(**json.loads(store.compare_set("onstep/first-failure", "", mine)))
+    return own if found.rank == own.rank else found
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

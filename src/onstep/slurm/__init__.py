@@ -1,0 +1,1 @@
+"""Reads what SLURM tells a process: its rank in an `srun` step, its allocation, and when that ends."""

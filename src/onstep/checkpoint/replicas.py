@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from onstep.checkpoint.components import SharingPattern, StateComponent
 from onstep.checkpoint.format.codec import encode_state
 from onstep.checkpoint.format.tensor_file import bytes_of
+from onstep.config.parallel_sizes import places
 from onstep.distributed import World
 from onstep.distributed.boxes import box_of
 from onstep.distributed.outcomes import together
@@ -38,16 +39,16 @@ def check_replicas(world: World, component: StateComponent, state: dict[str, Any
         return
     prints = together(world, lambda: fingerprints(state, component.validation_level), doing)
     if component.sharing_pattern is SharingPattern.SHARDED:
-        _check_parts(component.key, world.gather(dict(prints)), doing)
+        _check_parts(component.key, world.gather(dict(prints)), doing, world.place)
         return
     overall = None if state is None else blake3(json.dumps(prints).encode()).hexdigest()
     everywhere = world.gather(overall)
     if None in everywhere or len(set(everywhere)) == 1:
         return
-    raise CheckpointError(f"{doing} failed: {_difference(component.key, world.gather(prints))}")
+    raise CheckpointError(f"{doing} failed: {_difference(component.key, world.gather(prints), world.place)}")
 
 
-def _check_parts(key: str, everywhere: list[dict[str, str]], doing: str) -> None:
+def _check_parts(key: str, everywhere: list[dict[str, str]], doing: str, place: Callable[[int], str]) -> None:
     """Compare what several ranks hold, the same part of a tensor or another value, with the first that holds it."""
     first: dict[str, tuple[int, str]] = {}
     for rank, prints in enumerate(everywhere):
@@ -55,9 +56,9 @@ def _check_parts(key: str, everywhere: list[dict[str, str]], doing: str) -> None
             other, known = first.setdefault(path, (rank, digest))
             if known != digest:
                 raise CheckpointError(
-                    f"{doing} failed: component {key!r} differs between rank {other} and rank {rank}, which hold the "
-                    f"same part of it; first at {key}{path}: {known} on rank {other}, {digest} on rank {rank}. Find "
-                    f"out why the replicas diverge, or set checkpoint.validate_replication=false."
+                    f"{doing} failed: component {key!r} differs between {place(other)} and {place(rank)}, which "
+                    f"hold the same part of it; first at {key}{path}: {known} on {place(other)}, {digest} on "
+                    f"{place(rank)}. Find out why the replicas diverge, or set checkpoint.validate_replication=false."
                 )
 
 
@@ -97,15 +98,14 @@ def _of_value(value: Any, level: str) -> str:
     return f"{kind} {blake3(' '.join(content).encode()).hexdigest(length=16)}"
 
 
-def _difference(key: str, everywhere: list[Fingerprints]) -> str:
+def _difference(key: str, everywhere: list[Fingerprints], place: Callable[[int], str]) -> str:
     """Describe the first difference from rank 0's state."""
     first = everywhere[0]
     different = [rank for rank, prints in enumerate(everywhere) if prints != first]
     pairs = zip_longest(first, everywhere[different[0]], fillvalue=("", "nothing"))
     here, there = next((here, there) for here, there in pairs if here != there)
-    ranks = "ranks " if len(different) > 1 else "rank "
     return (
-        f"component {key!r} is REPLICATED, but differs between rank 0 and {ranks}{', '.join(map(str, different))}; "
-        f"first at {key}{here[0] or there[0]}: {here[1]} on rank 0, {there[1]} on rank {different[0]}. Find out "
+        f"component {key!r} is REPLICATED, but differs between {place(0)} and {places(different, place)}; "
+        f"first at {key}{here[0] or there[0]}: {here[1]} on {place(0)}, {there[1]} on {place(different[0])}. Find out "
         f"why the ranks diverge, or use a different sharing pattern for the component."
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onstep.config.suggestions import listed
+from onstep.distributed.buffered import BufferedDataParallel, buffered_chunks
 from onstep.distributed.shards import is_sharded, put_into_shards
 from onstep.errors import CheckpointError
 
@@ -33,24 +34,34 @@ class ModelState:
     A single chunk keeps its names; with several, those of chunk i get the prefix `chunk_<i>.`. Wrappers (data
     parallelism, `torch.compile`) do not show up in the names, so a checkpoint loads with or without them.
 
+    Of parameters in MXFP8 it has the float32 masters, each rank those of its rows.
+
     Args:
         chunks: the model chunks; one unless the model is split into several.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._modules = [_bare_module(chunk) for chunk in chunks]
+        self._with_masters = [chunk for chunk in buffered_chunks(chunks) if chunk.masters]
         put_into_shards(self._modules)
 
     @property
     def is_sharded(self) -> bool:
         """Whether ranks hold parts of the model."""
-        return any(is_sharded((*module.parameters(), *module.buffers())) for module in self._modules)
+        return bool(self._with_masters) or any(
+            is_sharded((*module.parameters(), *module.buffers())) for module in self._modules
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors themselves, not copies; tied tensors share their storage."""
-        state: dict[str, Any] = {}
-        for prefix, module in self._prefixed():
-            state |= module.state_dict(prefix=prefix)
+        state = self._own_tensors()
+        masters: dict[int, nn.Parameter] = {}
+        for chunk in self._with_masters:
+            chunk.take_written()
+            masters |= chunk.masters
+        for name, parameter in self.named_parameters() if masters else ():
+            if name in state and id(parameter) in masters:
+                state[name] = masters[id(parameter)].detach()
         return state
 
     def destinations(self, outline: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +73,7 @@ class ModelState:
         Raises:
             CheckpointError: listing what is missing, unexpected, or differs in shape or dtype.
         """
-        own = self.state_dict()
+        own = self._own_tensors()
         if self._fits(own, outline):
             return {name: own[name] if isinstance(value, Tensor) else value for name, value in outline.items()}
         return outline
@@ -79,7 +90,7 @@ class ModelState:
         Raises:
             CheckpointError: listing what is missing, unexpected, or differs in shape or dtype.
         """
-        self._fits(self.state_dict(), state_dict)
+        self._fits(self._own_tensors(), state_dict)
         for prefix, module in self._prefixed():
             own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
             try:
@@ -89,11 +100,20 @@ class ModelState:
                 raise CheckpointError(
                     f"{type(module).__name__} cannot load the weights: {reason}. {_REMEDY}"
                 ) from error
+        for chunk in self._with_masters:
+            chunk.take_values()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters, with a tied one under each of its names."""
         for prefix, module in self._prefixed():
             yield from module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
+
+    def _own_tensors(self) -> dict[str, Any]:
+        """What the forward pass reads."""
+        state: dict[str, Any] = {}
+        for prefix, module in self._prefixed():
+            state |= module.state_dict(prefix=prefix)
+        return state
 
     def _fits(self, own: dict[str, Any], given: dict[str, Any]) -> bool:
         """Whether the tensors match; False only for modules that have their own way of loading."""
@@ -115,7 +135,8 @@ def _bare_module(module: nn.Module) -> nn.Module:
     name that it has for the inner module.
     """
     while True:  # torch.compile's wrapper is recognized by its attribute, which avoids importing it
-        inner = module.module if isinstance(module, DistributedDataParallel) else module._modules.get("_orig_mod")
+        is_wrapper = isinstance(module, DistributedDataParallel | BufferedDataParallel)
+        inner: Any = module.module if is_wrapper else module._modules.get("_orig_mod")
         if inner is None:
             return module
         module = inner
@@ -126,14 +147,15 @@ def _loads_its_own_way(module: nn.Module) -> bool:
     own = type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
     return own or any(
         not type(one)._load_from_state_dict.__module__.startswith("torch.")
-        or any(not _is_of_torch(hook) for hook in one._load_state_dict_pre_hooks.values())
+        or any(not _renames_nothing(hook) for hook in one._load_state_dict_pre_hooks.values())
         for one in module.modules()
     )
 
 
-def _is_of_torch(hook: Any) -> bool:
-    """Whether a hook is one of torch's wrappers, such as `fully_shard`, which renames nothing."""
-    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp.")
+def _renames_nothing(hook: Any) -> bool:
+    """Whether a hook is one of `fully_shard` or of divided updates, which rename nothing."""
+    known = ("torch.distributed.fsdp.", "onstep.distributed.")
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(known)
 
 
 def mismatches(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

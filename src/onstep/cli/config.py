@@ -27,6 +27,7 @@ from onstep.config.suggestions import nearest, shown
 from onstep.console.style import in_words
 from onstep.errors import ConfigError
 from onstep.recipes import RECIPES, get_recipe
+from onstep.stores.urls import is_url
 
 
 def configuration(words: list[str], recipe: str | None) -> tuple[ConfigContainer, list[str]]:
@@ -76,7 +77,8 @@ def configuration_and_keys(words: list[str], recipe: str | None) -> tuple[Config
         for note in filter(None, notes):
             print(in_words(note, sys.stderr), file=sys.stderr)
     for name in ("load", "pretrained_checkpoint"):
-        if (value := getattr(config.checkpoint, name)) and (run_dir := run_directory(value)) is not None:
+        value = getattr(config.checkpoint, name)
+        if value and not is_url(value) and (run_dir := run_directory(value)) is not None:
             setattr(config.checkpoint, name, str(run_dir))
     callbacks = [word.partition("=")[2] for word in words if word.startswith("callbacks=")]
     return config, [each for text in callbacks for each in _names(text)], given

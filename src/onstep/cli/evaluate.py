@@ -19,7 +19,8 @@ from onstep.analysis.text_tables import printable, table
 from onstep.cli.completed_words import complete_checkpoints
 from onstep.cli.runs import find_named, not_found, run_names
 from onstep.errors import CheckpointError, ConfigError, OnstepError
-from onstep.files.bounded_reading import read_json
+from onstep.files.bounded_reading import integer_from_environment, read_json
+from onstep.stores.urls import is_url
 
 if TYPE_CHECKING:
     from onstep.analysis.logs.task_results import TaskResult
@@ -83,6 +84,8 @@ def evaluate(
     The results of a run become part of it: onstep why RUN and onstep logs report RUN show them. Requires
     onstep[lm-eval].
     """
+    if (ranks := integer_from_environment("WORLD_SIZE", 1)) > 1:
+        raise ConfigError(f"onstep evaluate is one process, but $WORLD_SIZE is {ranks}; start it without torchrun.")
     import torch
 
     from onstep.models.hf.tasks import TaskSettings, evaluate_tasks, import_lm_eval, load_tasks
@@ -128,6 +131,10 @@ def weights_of(words: str) -> Iterator[Weights]:
     Raises:
         OnstepError: if there are none, or they cannot be opened by `transformers`.
     """
+    if is_url(words):
+        from onstep.mirror.copies import trained_copy
+
+        words = str(trained_copy(words))
     found = find_named(words)
     if found is not None and found.is_file():
         yield _of_gguf(found)

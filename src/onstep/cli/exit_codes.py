@@ -3,8 +3,6 @@
 OK = 0
 """Success: completed, stopped by request, or nothing left to do."""
 ERROR = 1
-PREEMPTED = 75
-"""Preempted; run the same command again to resume."""
 INTERRUPTED = 130
 """Ctrl-C before there was anything to save."""
 BROKEN_PIPE = 141

@@ -21,6 +21,7 @@ from onstep.console.messages import show_messages
 from onstep.errors import DataError, MissingWeightsError
 from onstep.files.bounded_reading import integer_from_environment
 from onstep.metrics.memory.fitting import check_memory
+from onstep.stores.urls import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def check_start(config: ConfigContainer, callbacks: Sequence[str], imports: Sequ
     _check_size(config)
     for name in callbacks:
         _check_callback(name, imports)
-    directory = Path(config.run.output_dir) / config.run.name
+    directory = config.run.local_output_dir / config.run.name
     record = {} if config.run.fresh else run_record(directory)
     _check_weights(config, record)
     _check_data(config, record)
@@ -94,7 +95,8 @@ def _is_there(name: str, path: str, record: Mapping[str, Any]) -> bool:
     place, stored = Path(path).absolute(), _section(record, "checkpoint").get(name)
     started = str(record.get("started_from")) if name == "load" else ""
     return (
-        os.path.exists(os.path.expanduser(path))
+        is_url(path)  # which is read when the run starts
+        or os.path.exists(os.path.expanduser(path))
         or (isinstance(stored, str) and Path(stored).absolute() == place)
         or started.partition(" step ")[0] == str(place)
     )
@@ -102,7 +104,7 @@ def _is_there(name: str, path: str, record: Mapping[str, Any]) -> bool:
 
 def _is_own(config: ConfigContainer, load: str) -> bool:
     """Whether a path is where the run saves, which is missing at its first start."""
-    own = Path(config.run.output_dir) / str(config.run.name)
+    own = config.run.local_output_dir / str(config.run.name)
     return loads_own(config) or Path(load).resolve() == own.resolve()
 
 

@@ -15,6 +15,9 @@ from onstep.errors import ConfigError
 
 COMPARED = {"loss": "loss", "grad_norm": "gradient norm"}
 """Keys of the metrics log, and what they are called."""
+BOUND = 20
+"""The steps that are compared, unless the user says how long to train."""
+_LENGTHS = ("train.train_iters=", "train.train_samples=", "train.num_epochs=")
 _TOLERANCE, _LOW_TOLERANCE = 1e-5, 2e-2
 """Relative: for float32, and where anything is computed in 16 bits."""
 _DROPOUT = ("hidden_dropout", "attention_dropout")
@@ -70,6 +73,22 @@ def common_words(config: ConfigContainer, layouts: Sequence[Layout]) -> tuple[st
         return ("logger.log_interval=1",)
     size = (config.train.micro_batch_size or 1) * math.lcm(*(one.ranks for one in layouts))
     return ("logger.log_interval=1", f"train.global_batch_size={size}")
+
+
+def bound_words(words: Sequence[str], planned: Sequence[int | None]) -> tuple[str, ...]:
+    """The overrides that end a longer training after `BOUND` steps, with its own schedules, and a line that says so.
+
+    Nothing is ended where the user says how long to train.
+
+    Args:
+        words: the user's overrides.
+        planned: the steps of the job in each layout.
+    """
+    is_short = all(steps is not None and steps <= BOUND for steps in planned)
+    if is_short or any(word.startswith(_LENGTHS) for word in words):
+        return ()
+    print(f"Comparing the first {BOUND} steps; for another number: train.train_iters=N.")
+    return (f"train.exit_interval={BOUND}",)
 
 
 def tolerance_of(config: ConfigContainer) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from onstep.cli.exit_codes import BROKEN_PIPE, ERROR, INTERRUPTED, OK
 from onstep.cli.streams import lead_nowhere
 from onstep.errors import OnstepError
+from onstep.slurm.ranks import adopt_ranks
 
 if TYPE_CHECKING:
     from onstep.cli.program import Program
@@ -40,6 +41,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "run:app",
         "Run an unmodified script of transformers' Trainer: onstep run train.py [ARGS]",
     ),
+    "launch": (
+        "launch:app",
+        "Start a run on several ranks, here or on a cluster: onstep launch --nproc 2 -- train tiny_gpt",
+    ),
     "fork": (
         "fork:fork",
         "Try a change from a step of a run on, as a new run: onstep fork RUN@STEP --name b key=value",
@@ -68,8 +73,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 """Command name -> (function, or application of a group; one line of help)."""
-_TRAINING = ("train", "finetune", "run", "rewind", "fork", "verify-resume")
+_TRAINING = ("train", "finetune", "run", "launch", "rewind", "fork", "verify-resume")
 """Commands that run user code; their OSErrors keep the traceback, which shows where they were raised."""
+_OF_RANKS = ("train", "finetune", "run")
+"""Commands that several ranks may run as one job."""
 _DRAWING = ("logs", "plot")
 
 
@@ -81,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     if sys.stdout is None:  # Python found it closed
         print("error: standard output is closed; redirect it, for example to a file or /dev/null.", file=sys.stderr)
         return ERROR
+    if arguments[:1] in ([name] for name in _OF_RANKS):
+        adopt_ranks()
     programs: list[Program] = []
     try:
         code = _main(arguments, programs)
@@ -163,7 +172,7 @@ def overview() -> str:
             "Examples:",
             "  onstep demo                                      # a small GPT, in a minute or two on a CPU",
             "  onstep train config.yaml optimizer.lr=3e-4       # your own configuration",
-            "  torchrun --nproc-per-node 2 -m onstep train ...  # on two GPUs",
+            "  onstep launch --nproc 2 -- train ...             # on two GPUs",
             "",
             "`onstep COMMAND --help` describes a command and its options.",
             "`onstep --install-completion` lets the shell complete commands, options and jobs with Tab.",

@@ -33,6 +33,8 @@ def short_run(config: ConfigContainer, directory: Path) -> ConfigContainer:
     own = typed_copy(config)
     short.model, short.optimizer, short.peft, short.dist = own.model, own.optimizer, own.peft, own.dist
     short.mixed_precision = own.mixed_precision
+    short.ddp.use_distributed_optimizer = own.ddp.use_distributed_optimizer
+    short.ddp.fp8_param_gather = own.ddp.fp8_param_gather
     short.run.default_callbacks, short.run.check_memory = False, False
     short.logger.console = "quiet"
     micro = train.micro_batch_size or 1

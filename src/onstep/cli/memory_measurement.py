@@ -19,6 +19,8 @@ from onstep.analysis.text_tables import table
 from onstep.cli.measured_run import short_run, tiny
 from onstep.config import ConfigContainer
 from onstep.config.keys import typed_copy
+from onstep.distributed.buffered import buffered_chunks
+from onstep.distributed.shards import held_part
 from onstep.events import Callback
 from onstep.metrics.memory.estimate import MemoryEstimate
 from onstep.training import pretrain
@@ -142,8 +144,10 @@ class _Meter(Callback):
         assert self.memory is not None
         self._count_weights(context.model[0])
         self._count_state(context.optimizer)
-        params = [param.grad for param in context.model[0].parameters() if param.grad is not None]
-        self.held["gradients"] = sum(grad.nbytes for grad in params)
+        self.held["gradients"] = sum(grad.nbytes for grad in _gradients(context.model[0]))
+        if masters := [held_part(one) for chunk in buffered_chunks(context.model) for one in chunk.masters.values()]:
+            self.held["masters"] = _storage_bytes(masters)
+            self.memory.assign("masters", masters)
 
     def on_train_end(self, context: Any) -> None:
         """End the count."""
@@ -173,6 +177,14 @@ class _Meter(Callback):
         assert self.memory is not None
         assert param.grad is not None
         self.memory.assign("gradients", [param.grad])
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    """Gradients, and where ranks divide the updates the buffers of gradients and of their sums."""
+    if chunks := buffered_chunks([model]):
+        members = [one for chunk in chunks for one in chunk.members]
+        return [part for one in members for part in (one.gradient, held_part(one.shard_gradient))]
+    return [param.grad for param in model.parameters() if param.grad is not None]
 
 
 def _with_scales(params: list[nn.Parameter], model: nn.Module) -> Iterator[Tensor]:

@@ -8,13 +8,22 @@ from contextlib import suppress
 from pathlib import Path
 
 from onstep.config.suggestions import nearest
+from onstep.stores.urls import is_url
 
 RUNS = Path("runs")
 """Where runs are looked up by name."""
 
 
 def find_named(words: str, is_meant: Callable[[Path], bool] = os.path.exists) -> Path | None:
-    """The path `words`, else `runs/<words>`, whichever is the first that is meant; None if neither is."""
+    """The path `words`, else `runs/<words>`, whichever is the first that is meant; None if neither is.
+
+    The URL of a run in an object store stands for a local copy of its logs and records.
+    """
+    if is_url(words):
+        from onstep.mirror.copies import run_copy
+
+        copy = run_copy(words)
+        return copy if is_meant(copy) else next(filter(is_meant, sorted(copy.iterdir())), None)
     path = Path(os.path.expanduser(words))
     return next((one for one in (path, RUNS / path) if is_meant(one)), None)
 

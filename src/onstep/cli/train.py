@@ -21,7 +21,7 @@ from onstep.cli.config import (
     load_callback,
     run_directory,
 )
-from onstep.cli.exit_codes import ERROR, PREEMPTED
+from onstep.cli.exit_codes import ERROR
 from onstep.cli.first_checks import check_start, is_main
 from onstep.cli.hub import hf_directory, start_from
 from onstep.cli.runs import RUNS, find_named, has_weights, not_found, run_names
@@ -32,7 +32,7 @@ from onstep.config.suggestions import nearest, shown
 from onstep.console.level import Level
 from onstep.console.messages import show_messages
 from onstep.console.style import in_words
-from onstep.errors import ConfigError
+from onstep.errors import PREEMPTED, ConfigError
 from onstep.events import CallbackManager
 from onstep.recipes import RECIPES
 from onstep.recipes.finetuning import LORA_LR
@@ -293,7 +293,7 @@ def announce(config: ConfigContainer, callbacks: Sequence[str] = (), imports: Se
     check_start(config, callbacks, imports)
     if not is_main() or config.logger.console == "quiet":
         return
-    train, place = config.train, Path(config.run.output_dir) / str(config.run.name)
+    train, place = config.train, config.run.place
     unit = "step" if train.train_iters == 1 else "steps"
     length = f"{train.train_iters:,} {unit}" if train.train_iters is not None else "training"
     length = f"{train.num_epochs:g} epochs" if train.num_epochs is not None else length

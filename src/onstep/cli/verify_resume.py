@@ -23,7 +23,16 @@ from onstep.cli.application import Imports, Recipe
 from onstep.cli.completed_words import complete_words
 from onstep.cli.config import configuration
 from onstep.cli.exit_codes import ERROR
-from onstep.cli.layout_comparison import Layout, common_words, hint, layout_of, report_comparison, tolerance_of
+from onstep.cli.layout_comparison import (
+    BOUND,
+    Layout,
+    bound_words,
+    common_words,
+    hint,
+    layout_of,
+    report_comparison,
+    tolerance_of,
+)
 from onstep.cli.user_job import JobError, UserJob
 from onstep.config import ConfigContainer, resolve
 from onstep.config.lengths import train_iters
@@ -41,6 +50,7 @@ WORDS = (
     "run.save_weights=true",
     "train.exit_interval=null",
     "train.exit_duration_in_mins=null",
+    "train.exit_margin_seconds=null",
 )
 """Overrides of the job for the check, besides its run directory: nothing is written elsewhere, nothing ends early."""
 
@@ -108,7 +118,8 @@ def verify_resume(
     too.
 
     With --layouts A B, the two runs are of two layouts, and nothing is killed: their losses and gradient norms are
-    compared step by step, with a tolerance, as sums over ranks are rounded in another order.
+    compared step by step, with a tolerance, as sums over ranks are rounded in another order. Of a longer job these are
+    its first 20 steps, unless the overrides say how long to train.
     """
     config, callbacks = configuration(words or [], recipe)
     if layouts is not None:
@@ -118,7 +129,7 @@ def verify_resume(
         _compare_layouts([layout_of(one) for one in layouts], config, words or [], recipe, given, directory, tolerance)
         return
     planned = train_iters(resolve(config, ranks), world_size=config.parallel_sizes(ranks).data)
-    where, is_temporary = _work_dir(directory, Path(config.run.output_dir))
+    where, is_temporary = _work_dir(directory, config.run.local_output_dir)
     more = _more(imports, recipe)
     if not _saves(config):  # saves that we add must not trigger evaluations that `whole` does not have
         more.append("validation.eval_on_save=false")
@@ -171,7 +182,9 @@ def _compare_layouts(
     for one in layouts:  # a layout that is refused is refused before anything runs
         of_layout, _ = configuration([*words, *common, *one.words], recipe)
         planned.append(train_iters(resolve(of_layout, one.ranks), world_size=one.ranks))
-    where, is_temporary = _work_dir(directory, Path(config.run.output_dir))
+    if bound := bound_words(words, planned):
+        common, planned = (*common, *bound), [BOUND for _ in layouts]
+    where, is_temporary = _work_dir(directory, config.run.local_output_dir)
     jobs = [
         UserJob((*given, *WORDS, *common, *one.words), one.ranks, where / f"{number}-{one.name}")
         for number, one in enumerate(layouts, start=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,9 +26,12 @@ from onstep.cli.cells import time_shown
 from onstep.cli.completed_words import complete_words
 from onstep.cli.runs import RUNS, find_named, not_found, run_names
 from onstep.errors import ConfigError
+from onstep.files.bounded_reading import open_regular_file
 
 _ENDING = ("should_training_stop", "should_abort_without_save", "rerun_exit", "raised")
 """Flags that end a run."""
+_FAILURE = re.compile(r"(?m)^first failure: (?P<line>.*)$")
+_MOST_READ = 1 << 16
 _STATUS = {
     "running": "is running, or was killed",
     "completed": "completed",
@@ -70,7 +74,9 @@ def why(
     path = directory / FILE_NAME
     found = [
         headline(directory, read_decisions(path)),
+        *allocation(directory),
         *explain(read_decisions(path), step),
+        *failures(directory, step),
         *evaluated(directory, step),
     ]
     for line in found:
@@ -127,6 +133,19 @@ def headline(directory: Path, decisions: Iterable[Decision]) -> str:
     return f"{line} {error}" if error else line
 
 
+def allocation(directory: Path) -> list[str]:
+    """The SLURM job in which the run was last started, its nodes, and how often it was requeued; [] without one."""
+    content = run_record(directory)
+    continued = content.get("continued_with")
+    found = continued.get("slurm") if isinstance(continued, dict) else None
+    found = content.get("slurm") if found is None else found
+    if not isinstance(found, dict):
+        return []
+    count = found.get("restarts", 0)
+    times = "never requeued" if count == 0 else f"requeued {'once' if count == 1 else f'{count} times'}"
+    return [f"SLURM job {found.get('job')} on {found.get('nodes')}, {times}."]
+
+
 def explain(decisions: Iterable[Decision], step: int | None = None) -> list[str]:
     """One entry per decision, for one step or all; logs and evaluations only for a given step."""
     if step is None:
@@ -136,6 +155,28 @@ def explain(decisions: Iterable[Decision], step: int | None = None) -> list[str]
     if not chosen:
         return ["No decisions are recorded." if step is None else f"Nothing was decided at step {step}."]
     return [line for one in chosen for line in _lines(one)]
+
+
+def failures(directory: Path, step: int | None = None) -> list[str]:
+    """The failures of a rank after which the run was started again, of one step or all, oldest first.
+
+    The one that has ended the run is in `headline`.
+    """
+    last, lines = str(run_record(directory).get("error")), []
+    for path in sorted(directory.glob("first-culprit-*.txt")):
+        try:
+            with open_regular_file(path) as file:
+                found = _FAILURE.search(file.read(_MOST_READ).decode(errors="replace"))
+        except OSError:
+            continue
+        if found is None or found["line"] == last:
+            continue
+        at = re.search(r"at step (\d+)", found["line"])
+        if step is None or (at is not None and int(at[1]) == step):
+            day, _, clock = path.stem.removeprefix("first-culprit-").partition("T")
+            when = f"{day} {clock.replace('-', ':')}"
+            lines.append(f"step {'?' if at is None else at[1]}: the run failed: {found['line']} ({when})")
+    return lines
 
 
 def evaluated(directory: Path, step: int | None = None) -> list[str]:

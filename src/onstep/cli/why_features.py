@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -88,7 +87,7 @@ def wishes(config: ConfigContainer) -> dict[str, str]:
     """
     run = GlobalState(cfg=config)
     if config.run.name is not None:
-        run.run_dir = RunDir(Path(config.run.output_dir) / config.run.name)
+        run.run_dir = RunDir(config.run.local_output_dir / config.run.name)
     job = _JobToBe(run)
     answers = {}
     for kinds, _ in PARTS.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module  # of what builds on this module
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,17 @@ class ConfigContainer(ConfigSection):
         Raises:
             ConfigError: with the arithmetic, for sizes that do not make up the ranks.
         """
-        return self.parallel.sizes(num_ranks)
+        sizes = self.parallel.sizes(num_ranks)
+        if not self.ddp.use_distributed_optimizer or sizes.dp_shard > 1:
+            return sizes
+        instances = self.ddp.num_distributed_optimizer_instances
+        if sizes.data % instances:
+            choice = ", ".join(str(one) for one in range(1, sizes.data + 1) if sizes.data % one == 0)
+            raise ConfigError(
+                f"ddp.num_distributed_optimizer_instances={instances} must divide the {sizes.data} ranks with samples "
+                f"of their own; choose one of {choice}."
+            )
+        return replace(sizes, dp_replicate=instances, dp_shard=sizes.data // instances)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries, as they go to YAML."""

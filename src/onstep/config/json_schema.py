@@ -29,6 +29,8 @@ _BRIDGES_VALUES: dict[str, list[Schema]] = {
     "optimizer.optimizer": [{"const": "dist_muon"}],
     "optimizer.params_dtype": _WEIGHT_TYPES,
     "optimizer.main_params_dtype": _WEIGHT_TYPES,
+    "optimizer.exp_avg_dtype": _WEIGHT_TYPES,
+    "optimizer.exp_avg_sq_dtype": _WEIGHT_TYPES,
     "tokenizer.tokenizer_type": [{"enum": ["HuggingFaceTokenizer", "NullTokenizer"]}],
 }
 """What Bridge writes as the values of keys that are Onstep's, too (`config.bridge.own_values`)."""

@@ -135,6 +135,8 @@ def dump_yaml(config: ConfigContainer) -> str:
     from omegaconf import OmegaConf
 
     values = typed_copy(config).to_dict()
+    if config.fsdp.wrap is not None:
+        values["fsdp"]["wrap"] = [str(name) for name in values["fsdp"]["wrap"]]
     _refuse_interpolations(values, "the configuration")
     return OmegaConf.to_yaml(OmegaConf.create(values))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -47,3 +48,16 @@ class ParallelSizes:
             if getattr(self, axis) > 1:
                 found.append(f"{axis} {coordinate}")
         return f"rank {rank}" if self.dp_replicate == self.ranks else ", ".join([f"rank {rank}", *found])
+
+
+def places(ranks: Iterable[int], place: Callable[[int], str]) -> str:
+    """Several ranks in one phrase: `ranks 1, 3`, or with their coordinates `rank 1, dp_shard 1; rank 3, dp_shard 1`.
+
+    Args:
+        ranks: the ranks.
+        place: names one of them, as `ParallelSizes.place` does.
+    """
+    numbers = list(ranks)
+    if len(numbers) > 1 and all(place(one) == f"rank {one}" for one in numbers):
+        return f"ranks {', '.join(map(str, numbers))}"
+    return "; ".join(map(place, numbers))

@@ -31,6 +31,7 @@ class InfoCallback(TrainerCallback):
         brief: Print two plain lines instead, as `onstep train` and `Trainer` do unless `logger.console=verbose`.
     """
 
+    reads_weights = False
     ranks = "main"
 
     def __init__(self, verbose: bool = False, *, brief: bool = False) -> None:

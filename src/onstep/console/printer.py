@@ -11,6 +11,7 @@ from onstep.record.kinds import Metrics
 class PrinterCallback(TrainerCallback):
     """Prints the dictionary of each logged step on standard output, as Hugging Face's does."""
 
+    reads_weights = False
     shows_progress = True
 
     def on_log(

@@ -70,6 +70,7 @@ class ProgressCallback(TrainerCallback):
         TypeError: when a column is not a dictionary, spec or None.
     """
 
+    reads_weights = False
     ranks = "main"
     shows_progress = True
 

@@ -23,7 +23,7 @@ UserState = dict[str, Any]
 Keywords = dict[str, object]
 """Keyword arguments of Hugging Face-style handlers."""
 
-_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "OptimizedModule"})
+_WRAPPERS = frozenset({"DistributedDataParallel", "BufferedDataParallel", "DataParallel", "OptimizedModule"})
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 

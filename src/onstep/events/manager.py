@@ -63,6 +63,9 @@ class CallbackManager:
         self._followers = _Followers()
         self._leaves_out_init_end = False
         self.listeners = Listeners()
+        self.gathers: Callable[[], object] | None = None
+        """Waits for weights that are being gathered, while a training has any; called before a listener that may read
+        weights."""
         self.callback_timer = CallbackTimer()
         """Measures the time spent in each callback, while it is started."""
 
@@ -235,12 +238,15 @@ class CallbackManager:
             listeners: what is called, in order.
         """
         disabled, clock, is_main, guard = self._disabled, self.callback_timer, context.rank == 0, context.guard
+        gathers = self.gathers
         voice = vars(context.control)  # bypasses its __setattr__, which handles the flags
         outer = voice["author"], voice["event"], HEARTBEAT.callback  # a callback may fire an event itself
         try:
             for listener in listeners:
                 if (listener.main_only and not is_main) or (disabled and id(listener.owner) in disabled):
                     continue
+                if gathers is not None and listener.reads_weights:
+                    gathers()
                 called = listener.event_and_author
                 if HEARTBEAT.is_followed:
                     HEARTBEAT.announce(called)

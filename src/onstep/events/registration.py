@@ -44,6 +44,8 @@ class Listener:
     """The event, as the user's method calls it, and the author, which is the callback's name in messages."""
     main_only: bool
     on_error: str
+    reads_weights: bool = True
+    """Whether it may read weights, so that gathers in flight must end before it is called."""
 
     @property
     def gets_context(self) -> bool:
@@ -150,7 +152,24 @@ def _listener_of(
 ) -> Listener:
     main_only = _option(owner, "ranks", ("all", "main")) == "main"
     on_error = _option(owner, "on_error", ("raise", "warn", "disable"))
-    return Listener(handle, fn, owner, event_and_author, main_only, on_error)
+    return Listener(handle, fn, owner, event_and_author, main_only, on_error, _may_read_weights(owner))
+
+
+def _may_read_weights(owner: object) -> bool:
+    """Whether a callback may read weights: yes, unless it says otherwise, or a base class that is as much the user's.
+
+    What Onstep says of its own callbacks does not hold for a user's subclass.
+    """
+    if "reads_weights" in getattr(owner, "__dict__", {}):
+        return vars(owner)["reads_weights"] is not False
+    cls = next((cls for cls in type(owner).__mro__ if vars(cls).get("reads_weights") is not None), None)
+    if cls is None or vars(cls)["reads_weights"] is not False:
+        return True
+    return _is_own(cls) and not _is_own(type(owner))
+
+
+def _is_own(cls: type) -> bool:
+    return cls.__module__.startswith("onstep.")
 
 
 def _option(owner: object, name: str, allowed: tuple[str, ...]) -> str:

@@ -68,6 +68,8 @@ class Fork:
     """The configuration from the step on."""
     found: list[Change]
     origin: Origin
+    was_worker: bool = False
+    """Whether the parent was a worker of a DiLoCo server."""
 
     @property
     def is_exact(self) -> bool:
@@ -89,8 +91,9 @@ class Fork:
         """What the fork is, and what it costs, in a line each."""
         number = self.origin.step - self.begin
         cost = f"\n{number} steps are repeated first, from step {self.begin}, as the parent did them" if number else ""
-        table = describe(self.found) if self.found else ""
-        return f"{self.directory.path.name} is forked {self.origin}{cost}" + (f"\n{table}" if table else "")
+        table = f"\n{describe(self.found)}" if self.found else ""
+        alone = "\nits parent was a worker of a DiLoCo server; the fork trains alone, on all samples" * self.was_worker
+        return f"{self.directory.path.name} is forked {self.origin}{cost}{alone}{table}"
 
 
 def plan_fork(
@@ -126,10 +129,12 @@ def plan_fork(
     check_setting("lr_factor", lr_factor)
     root = _checkpoints_of(own, content)
     start = newest_verified(root, step)
-    if undone and (start is None or start.step != step):
+    is_worker = _was_worker(root)
+    if (undone or is_worker) and (start is None or start.step != step):
+        had = "had rounds of a DiLoCo server" if is_worker else "was rolled back"
         raise ConfigError(
-            f"{parent} was rolled back between its checkpoint and step {step}; fork at a step with a checkpoint: "
-            f"{', '.join(str(one.step) for one in reversed(checkpoints(root)))}."
+            f"{parent} {had} between its checkpoint and step {step}, which cannot be repeated; fork at a step with a "
+            f"checkpoint: {', '.join(str(one.step) for one in reversed(checkpoints(root)))}."
         )
     before = _continued_with(own, root, content, step)
     if step in before.train.iterations_to_skip:
@@ -146,13 +151,18 @@ def plan_fork(
         lr_factor,
     )
     directory = RunDir(Path(config.run.output_dir).absolute() / str(config.run.name), "onstep")
-    return Fork(own, start, directory, before, config, found, origin)
+    return Fork(own, start, directory, before, config, found, origin, is_worker)
 
 
 def _checkpoints_of(run: RunDir, content: Mapping[str, Any]) -> Path:
     checkpoint = content["config"].get("checkpoint")
     save = checkpoint.get("save") if isinstance(checkpoint, dict) else None
     return Path(save) if isinstance(save, str) else run.checkpoints
+
+
+def _was_worker(root: Path) -> bool:
+    """Whether the newest checkpoint is that of a DiLoCo worker."""
+    return any("diloco" in one.manifest.components for one in checkpoints(root)[:1])
 
 
 def _continued_with(run: RunDir, root: Path, content: Mapping[str, Any], step: int) -> ConfigContainer:

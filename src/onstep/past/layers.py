@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from onstep.distributed.shards import local_part
+from onstep.distributed.shard_sums import ShardSums
+from onstep.distributed.shards import Split, local_part, split_of, updated_shard
 from onstep.events.context import plain_name, unwrap
 
 _LAYERS = ("layers", "layer", "h", "blocks", "block")
@@ -41,11 +42,28 @@ def layer_of(parameter: str) -> str:
 
 
 def norms_by_layer(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The L2 norm of each layer's tensors, as 0-d device tensors: nothing is read."""
-    groups: dict[str, list[Tensor]] = {}
+    """The L2 norm of each layer's whole tensors, as 0-d device tensors that are not read. Collective for DTensors."""
+    groups: dict[tuple[str, Split], list[Tensor]] = {}
     for name, tensor in named:
-        groups.setdefault(layer_of(name), []).append(local_part(tensor.detach()))
-    return {name: torch.stack(torch._foreach_norm(group)).float().norm() for name, group in groups.items()}
+        groups.setdefault((layer_of(name), split_of(tensor)), []).append(local_part(tensor.detach()))
+    norms = [torch.stack(torch._foreach_norm(group)).float().norm() for group in groups.values()]
+    sums = ShardSums([split for _, split in groups])
+    if sums.has_others:
+        norms = list(sums(torch.stack(norms), lambda of_ranks: of_ranks.norm(dim=0)).unbind())
+    of_layers: dict[str, list[Tensor]] = {}
+    for (name, _), norm in zip(groups, norms, strict=True):
+        of_layers.setdefault(name, []).append(norm)
+    return {name: of[0] if len(of) == 1 else torch.stack(of).norm() for name, of in of_layers.items()}
+
+
+def gradients_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The gradients that the optimizer gets, by the names of their parameters: DTensors where ranks divide updates.
+
+    Args:
+        named: parameters, with their names.
+    """
+    grads = {name: updated_shard(one).grad for name, one in named}
+    return {name: grad for name, grad in grads.items() if grad is not None}
 
 
 @dataclass

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from onstep.config.suggestions import nearest
+from onstep.distributed.shards import updated_shard
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
-from onstep.past.layers import layer_of, norms_by_layer
+from onstep.optim.zero_counts import count_zeros
+from onstep.past.layers import gradients_of, layer_of, norms_by_layer
 from onstep.training.compute.step import Step
 from onstep.training.stages.job import Job
 from onstep.training.stages.record import learning_rate
@@ -24,11 +26,15 @@ SWITCHES = {"max_attention_logit": "model.log_max_attention_logit"}
 
 
 def _gradients(job: Job) -> list[tuple[str, Tensor]]:
-    return [(name, one.grad) for name, one in _weights(job) if one.grad is not None]
+    return list(gradients_of(_weights(job)).items())
 
 
 def _weights(job: Job) -> list[tuple[str, nn.Parameter]]:
     return list(unwrap(job.model[0]).named_parameters())
+
+
+def _num_zeros(job: Job) -> Tensor:
+    return count_zeros([updated_shard(one) for _, one in _weights(job)], job.run.world.device)
 
 
 def _whole(norms: Mapping[str, Tensor]) -> Tensor:
@@ -42,7 +48,7 @@ _OF_STEP: dict[str, Metric] = {
     "learning_rate": lambda job, step: learning_rate(job.raw_optimizer),
     "loss_scale": lambda job, step: None if job.scaler is None else job.scaler.scale,
     "params_norm": lambda job, step: _whole(norms_by_layer(_weights(job))),
-    "num_zeros": lambda job, step: sum(int((grad == 0).sum()) for _, grad in _gradients(job)),
+    "num_zeros": lambda job, step: _num_zeros(job),
     "max_attention_logit": lambda job, step: step.max_attention_logit,
     "num_labels": lambda job, step: step.total.tokens,
     "epoch": lambda job, step: float(job.run.trainer_state.epoch),

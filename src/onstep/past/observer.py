@@ -62,6 +62,7 @@ class Observer(Feature[Job]):
     name = "rewind"
     when = "a run that `onstep.rewind` repeats"
     needs_grad_norm = True
+    reads_weights = True
 
     @classmethod
     def wanted(cls, host: Job) -> bool:

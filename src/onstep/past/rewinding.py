@@ -13,7 +13,7 @@ from onstep.distributed import no_sync
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
 from onstep.past.comparison import Comparison
-from onstep.past.layers import Means, Weights, norms_by_layer
+from onstep.past.layers import Means, Weights, gradients_of, norms_by_layer
 from onstep.past.metrics import Log
 from onstep.past.observer import END, UPDATE, UPDATED, Watch
 from onstep.past.place import Plan
@@ -97,9 +97,8 @@ class Past:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by name of their parameter, as the optimizer receives them."""
-        named = unwrap(self.model).named_parameters()
-        return {name: one.grad for name, one in named if one.grad is not None}
+        """The gradients by name of their parameter, as the optimizer receives them: in shards, if it updates shards."""
+        return gradients_of(unwrap(self.model).named_parameters())
 
     @property
     def seconds(self) -> float:
@@ -158,7 +157,7 @@ class Past:
     def samples(self, *, with_gradients: bool = True) -> list[Sample]:
         """The samples of the step, those of all ranks, each with its loss and the norm of its gradient. Collective.
 
-        Needs the memory of one gradient beside that of the training.
+        Needs the memory of one gradient beside that of the training, of two where ranks divide the updates.
 
         Args:
             with_gradients: whether the norm of each sample's gradient is computed, which requires a backward pass

@@ -15,6 +15,8 @@ from onstep.checkpoint import RngState
 from onstep.data import Batch, StepBatches
 from onstep.data.loaders.iterable_loader import count_samples
 from onstep.distributed import no_sync
+from onstep.distributed.buffered import buffered_chunks
+from onstep.distributed.shards import as_dtensor, updated_shard, whole
 from onstep.events.context import unwrap
 from onstep.models import Transformer
 from onstep.training.compute.loss_sums import is_known, local_sums
@@ -58,7 +60,7 @@ class Sample:
     share: float
     """Of the step's loss."""
     grad_norm: float | None
-    """Norm of what it adds to the step's gradient, before clipping; None for a forward step that runs backward."""
+    """Norm of what it adds to the step's gradient, before clipping; None with weights in shards, as FSDP2 has them."""
     grad_share: float | None
     """Share of the step's gradient that it gives, in that gradient's direction: all together are 1."""
     num_labels: int | None
@@ -81,7 +83,11 @@ class SampleLosses:
     def __init__(self, job: Job, step: Step, random_state: StateDict) -> None:
         self._job, self._step, self._random_state = job, step, random_state
         self._model = unwrap(job.model[0])
-        self._parameters = [one for one in job.model[0].parameters() if one.requires_grad and one.grad is not None]
+        trained = [one for one in job.model[0].parameters() if one.requires_grad and as_dtensor(one) is None]
+        grads = {one: updated_shard(one).grad for one in trained}
+        self._step_grads = {one: whole(grad) for one, grad in grads.items() if grad is not None}
+        """By parameter; none for weights in shards, of which a single sample has no gradient."""
+        self._parameters = list(self._step_grads)
         self._runs_backward = bool(getattr(job.forward_step_func, "runs_backward", False))
         self._weight, self._total = step.total.weight, float(step.total.numerator)
         if step.micros[0].kind == "mean" and is_known(self._weight, 1):  # a single mean is not weighted
@@ -92,8 +98,8 @@ class SampleLosses:
         self._scale = float(job.scaler.scale) if job.scaler is not None else 1.0
         is_ours = job.raw_forward_step_func is forward_step and isinstance(self._model, Transformer)
         self._gives_tokens = is_ours
-        grads = [one.grad for one in self._parameters if one.grad is not None]
-        self._norm = float(torch.stack(torch._foreach_norm(grads)).norm()) if grads else 0.0
+        of_step = list(self._step_grads.values())
+        self._norm = float(torch.stack(torch._foreach_norm(of_step)).norm()) if of_step else 0.0
         """Of the gradients as they are, after clipping."""
         self._true_norm = self._norm if step.grad_norm is None else float(step.grad_norm)
 
@@ -117,11 +123,11 @@ class SampleLosses:
         norm = grad_share = None
         RngState(self._job.run.world.device).load_state_dict(self._random_state)
         if self._runs_backward:
-            with self._gradients_aside() as step_grads:
+            with self._gradients_aside():
                 micro, losses = self._forward(part)
                 own_grads = [one.grad for one in self._parameters]
             if with_gradients and own_grads:
-                norm, grad_share = self._compared(own_grads, step_grads, self._scale * self._job.run.world.data.size)
+                norm, grad_share = self._compared(own_grads, self._scale * self._job.run.world.data.size)
         else:
             with torch.set_grad_enabled(with_gradients):
                 micro, losses = self._forward(part)
@@ -175,17 +181,16 @@ class SampleLosses:
         total = 1.0 if micro.kind == "share" else max(float(self._weight), 1.0)
         start = torch.full_like(micro.loss, float(weight) / total * self._scale)
         grads = torch.autograd.grad(micro.loss, self._parameters, start, allow_unused=True)
-        return self._compared(grads, [one.grad for one in self._parameters], self._scale)
+        return self._compared(grads, self._scale)
 
-    def _compared(
-        self, own: Sequence[Tensor | None], of_step: Sequence[Tensor | None], scale: float
-    ) -> tuple[float, float]:
+    def _compared(self, own: Sequence[Tensor | None], scale: float) -> tuple[float, float]:
         """The norm of a sample's gradients, which are `scale` times what it adds, and their share of the step's."""
-        pairs = [(one, whole) for one, whole in zip(own, of_step, strict=True) if one is not None]
+        of_step = self._step_grads.values()
+        pairs = [(one, grad) for one, grad in zip(own, of_step, strict=True) if one is not None]
         if not pairs:
             return 0.0, 0.0
         norm = torch.stack(torch._foreach_norm([one for one, _ in pairs])).float().norm() / scale
-        dots = [torch.dot(one.flatten().float(), own.flatten().float()) for one, own in pairs if own is not None]
+        dots = [torch.dot(one.flatten().float(), grad.flatten().float()) for one, grad in pairs]
         along = torch.stack(dots).sum() / scale
         product = self._norm * self._true_norm
         return float(norm), float(along) / product if product else 0.0
@@ -205,13 +210,16 @@ class SampleLosses:
         return whole.items
 
     @contextmanager
-    def _gradients_aside(self) -> Iterator[list[Tensor | None]]:
-        """Let a forward step that runs backward add to no gradients but its own; yields those of the step."""
+    def _gradients_aside(self) -> Iterator[None]:
+        """Let a forward step that runs backward add to no gradients but its own."""
         kept = [one.grad for one in self._parameters]
         for one in self._parameters:
             one.grad = None
+        for chunk in buffered_chunks(self._job.model):  # which add to what they hold, after its sum is elsewhere
+            for member in chunk.members:
+                member.gradient.zero_()
         try:
-            yield kept
+            yield
         finally:
             for one, grad in zip(self._parameters, kept, strict=True):
                 one.grad = grad

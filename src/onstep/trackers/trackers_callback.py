@@ -56,6 +56,7 @@ class TrackersCallback(Callback):
         ConfigError: for an unknown tracker, and for an object that lacks a method.
     """
 
+    reads_weights = False
     state_class: ClassVar[str] = "onstep.callbacks.metric_sinks.MetricSinks"
     """Identifies its state in checkpoints; its place and name in earlier versions."""
 

@@ -13,12 +13,12 @@ from onstep.checkpoint import SaveRequest
 from onstep.checkpoint.catalog.unfinished import being_written
 from onstep.config import TrainingArguments
 from onstep.config.hf.argument import LOG_LEVELS
-from onstep.config.hf.sharding import writes_whole_weights
 from onstep.events import Callback, Request
 from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.optim import RecallsRates
 from onstep.trainer.computing.own_attributes import OwnAttributes
 from onstep.trainer.loads import Load, by_methods
+from onstep.trainer.methods.saving import writes_weights_beside
 from onstep.trainer.methods.state_files import READERS, STATE_METHODS
 from onstep.trainer.output_dir.files import files_of_checkpoint
 from onstep.trainer.overrides import overrides, replaces
@@ -62,7 +62,8 @@ class TrainerFeature(Feature[Run]):
         self._saves = any(
             overrides(trainer, name) for name in ("_save_checkpoint", "save_model", "_save", *STATE_METHODS)
         )
-        self._saves |= any(replaces(trainer, name) for name in READERS) or writes_whole_weights(trainer.args)
+        self._saves |= any(replaces(trainer, name) for name in READERS)
+        self._saves |= self._trains and writes_weights_beside(trainer.model, trainer.args)
         self.writes_directly = False
         """Whether the user's method that saves is running, and calls for the checkpoint."""
         self._written: dict[int, bool] = {}

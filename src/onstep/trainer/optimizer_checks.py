@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from onstep.config import ConfigContainer, OptimizerConfig, merge
 from onstep.config.hf.checks import evaluates
 from onstep.config.keys import diff
 from onstep.errors import ConfigError
-from onstep.optim import check_scheduler, follows_metric
+from onstep.optim import check_closure, check_scheduler, follows_metric
 from onstep.optim.low_precision import LowPrecisionOptimizer
 from onstep.optim.named_optimizers import check_installed, is_native
+from onstep.optim.torch_optimizers import low_averages
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.overrides import overrides
 
@@ -38,6 +41,10 @@ def check_optimizers(trainer: BaseTrainer) -> None:
         )
     if is_object(scheduler):
         check_scheduler(scheduler, optimizer)
+    given = [type(optimizer) if is_object(optimizer) else optimizer, *(trainer.optimizer_cls_and_kwargs or ())[:1]]
+    for kind in given:
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+            check_closure(kind)
     if optimizer is None and trainer.optimizer_cls_and_kwargs is None and not creates_optimizer(trainer):
         check_installed(trainer.args)
         _check_options_are_free(trainer)
@@ -56,6 +63,11 @@ def check_metrics(trainer: BaseTrainer, metrics: object) -> None:
 
 def check_rounding(optimizer: object, config: OptimizerConfig) -> None:
     """Refuse master weights, and a rounding other than torch's, for an optimizer that is not the configured one."""
+    if low_averages(config) and not isinstance(optimizer, LowPrecisionOptimizer):
+        raise ConfigError(
+            f"optimizer.use_precision_aware_optimizer=true acts on the configured optimizer, and this is "
+            f"{type(optimizer).__name__}; set it to false, or pass no optimizer."
+        )
     is_plain = (config.main_params_dtype, config.rounding) == ("bfloat16", "nearest")
     if config.params_dtype == "bfloat16" and not is_plain and not isinstance(optimizer, LowPrecisionOptimizer):
         raise ConfigError(

@@ -14,6 +14,7 @@ from torch import nn
 from onstep.config import ConfigContainer
 from onstep.config.hf.argument import STYLES
 from onstep.config.hf.schedules import is_expressed
+from onstep.distributed.shards import updated_shard
 from onstep.errors import ConfigError, text_of
 from onstep.events import TrainerCallback
 from onstep.optim import (
@@ -308,9 +309,10 @@ def _is_native_schedule(trainer: BaseTrainer, config: ConfigContainer, iters: in
 
 def _continue_state(previous: Any, optimizer: torch.optim.Optimizer) -> None:
     """Let a new optimizer of the same parameters and kind continue with the state of the previous training's."""
-    if type(previous) is type(optimizer) and are_members(
-        optimizer.param_groups, [list(group["params"]) for group in previous.param_groups]
-    ):
+    if type(previous) is not type(optimizer):
+        return
+    updated = [{"params": [updated_shard(one) for one in group["params"]]} for group in optimizer.param_groups]
+    if are_members(updated, [list(group["params"]) for group in previous.param_groups]):
         optimizer.state.update(previous.state)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from onstep.config import ConfigContainer
 from onstep.config.lengths import train_iters
-from onstep.distributed import World, check_ranks, open_world, world_size_from_environment
+from onstep.distributed import World, check_ranks, keep_world, open_world, world_size_from_environment
 from onstep.events import Control, Dispatcher
 from onstep.models import Transformer
 from onstep.models.fused_loss import check_fused_loss
@@ -60,6 +60,7 @@ from onstep.trainer.overrides import overrides
 from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.trainer.reporting.special_tokens import align_special_tokens
 from onstep.trainer.reporting.tokenizer_record import record_tokenizer
+from onstep.trainer.shard_checks import check_shards
 from onstep.trainer.training_checks import check_length
 from onstep.training import GlobalState
 from onstep.training.features import SETUP
@@ -128,6 +129,7 @@ def training_session(
         config.checkpoint.load, config.checkpoint.exit_on_missing_checkpoint = os.fspath(resume), True
     if repeated is not None:
         config = repeated.adapt(config)
+    check_shards(trainer, config)
     entry_point = TrainerEntryPoint(trainer=trainer, processing_class=trainer.processing_class)
 
     def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
@@ -216,8 +218,7 @@ def _world(config: ConfigContainer) -> Iterator[World]:
     """The ranks. A group of one is closed at once; one of several is kept for the next call, until the process ends."""
     sizes = config.parallel_sizes(world_size_from_environment())
     world = open_world(config.dist, sizes, partial(facts_of, config))
-    if world.size > 1 and world.owns_group:
-        atexit.register(world.close)
+    is_kept = world.size > 1 and keep_world(world)
     try:
         yield world
     except SystemExit:
@@ -227,7 +228,7 @@ def _world(config: ConfigContainer) -> Iterator[World]:
             atexit.register(world.abandon)
         raise
     finally:
-        if world.size == 1 or not world.owns_group:
+        if not is_kept:
             world.close()
 
 
@@ -311,7 +312,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         parts = compiled_parts(session.model[0], config, state.world)
         session.compiled.enter_context(compiled(config.train, parts))
         iters = train_iters(config, num_samples, world_size=state.world.data.size)
-        made = make_optimizers(trainer, session.module, config, Length(iters, state.world.data.size, num_samples))
+        made = make_optimizers(trainer, session.model[0], config, Length(iters, state.world.data.size, num_samples))
         session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made
     load_checkpoint(state, Trained(session.model, session.optimizer, session.scheduler))
     let_callbacks_give_weights(state, notify)

@@ -24,9 +24,22 @@ P = ParamSpec("P")
 Found = TypeVar("Found")
 Function = TypeVar("Function", bound=Callable[..., object])
 
-Interruption = Literal["evaluate", "score", "save", "write", "finalize", "compare", "replay", "wait"]
+Interruption = Literal[
+    "evaluate",
+    "score",
+    "save",
+    "write",
+    "finalize",
+    "compare",
+    "generate",
+    "export",
+    "rollback",
+    "replay",
+    "wait",
+]
 """Work outside of any step: an evaluation inside the loop, and any evaluation; a checkpoint, writing it, and making an
-asynchronous one durable; a comparison of weights; recomputing the gradients of a bad step; waiting while paused."""
+asynchronous one durable; a comparison of weights; generating text; writing the model for other programs; loading a
+checkpoint in the middle of the run; recomputing the gradients of a bad step; waiting while paused."""
 
 Work = Literal[
     "act",
@@ -187,6 +200,8 @@ class Feature(Hooks, Generic[Host]):
     """It uses the gradient norm of every step."""
     logs_skipped_losses: bool = False
     """The logged loss contains the steps that an anomaly skipped."""
+    reads_weights: bool = False
+    """It reads weights after an update, outside of `pause`: gathers that the update has started end first."""
     evaluates_last_step: bool = False
     """An evaluation is due at the last step, inside the loop."""
     has_state: bool = False
@@ -211,7 +226,7 @@ class Feature(Hooks, Generic[Host]):
         return nullcontext()
 
 
-FLAGS = ("needs_grad_norm", "logs_skipped_losses", "evaluates_last_step")
+FLAGS = ("needs_grad_norm", "logs_skipped_losses", "reads_weights", "evaluates_last_step")
 HOOKS = ("session", *(name for name in vars(Hooks) if not name.startswith("_")))
 
 
@@ -220,6 +235,7 @@ class Features(Hooks):
 
     needs_grad_norm: bool
     logs_skipped_losses: bool
+    reads_weights: bool
     evaluates_last_step: bool
 
     def __init__(self) -> None:

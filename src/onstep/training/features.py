@@ -14,16 +14,19 @@ from onstep.training.experts.experts import Experts
 from onstep.training.fault_tolerance.sections import FaultToleranceSections
 from onstep.training.feature import Feature
 from onstep.training.interval_log.bridge_log import BridgeLog
+from onstep.training.lifecycle.allocation import AllocationEnd
 from onstep.training.lifecycle.cuda_graphs import CudaGraphs
 from onstep.training.lifecycle.determinism import Determinism
 from onstep.training.lifecycle.endings import Endings, TrainingEnd
 from onstep.training.lifecycle.environment import EnvironmentVariables, LogLevel, TrackerSessions
 from onstep.training.lifecycle.float32 import Float32Products
+from onstep.training.lifecycle.mirroring import Mirroring
 from onstep.training.lifecycle.rampup import BatchRampup
 from onstep.training.lifecycle.recording import Recording
 from onstep.training.lifecycle.save_copies import SaveCopies
 from onstep.training.lifecycle.signal_handling import DataTimeoutGuard, SignalHandling
-from onstep.training.model_parallel.model_parallel import ForwardPreHooks, ModelParallelAgreement
+from onstep.training.model_parallel.agreement import ModelParallelAgreement
+from onstep.training.model_parallel.model_parallel import ForwardPreHooks
 from onstep.training.profiling.attention_logits import AttentionLogits
 from onstep.training.profiling.instruments import DeviceSync, Energy, IntervalTime, NvtxRanges, Profilers, StepTimers
 from onstep.training.profiling.memory import ManualGarbageCollection, MemoryHistory, MemoryRelease
@@ -43,6 +46,7 @@ SETUP: tuple[type[Feature[Run]], ...] = (EnvironmentVariables, LogLevel)
 
 RUN: tuple[type[Feature[Run]], ...] = (
     SignalHandling,  # first: a signal during the set-up already counts
+    AllocationEnd,  # above the endings: measures the save at the end, too
     Watching,  # above the endings: it sees an error before the callbacks do, and outlives them
     Recording,  # above the endings: its last line says how the run ended
     TrackerSessions,  # above the endings: what `on_run_end` logs still arrives
@@ -51,6 +55,7 @@ RUN: tuple[type[Feature[Run]], ...] = (
     Float32Products,
     MemoryHistory,  # before the model is built
     MemoryRelease,
+    Mirroring,
 )
 """Opened by an entry point before it builds anything, else by `train()`."""
 
@@ -92,6 +97,7 @@ STEP: tuple[type[Feature[Job]], ...] = (
     StepTimers,
     NvtxRanges,
     Stragglers,
+    AnomalyGate,
     RerunMachine,
     Experts,
     AttentionLogits,

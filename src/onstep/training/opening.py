@@ -87,7 +87,10 @@ def open_run(
             run.world, run.control = world, Control(rank=world.rank)
             if claim is not None:
                 run.cfg, run.run_dir = resolve(claim.config, world.size), claim.directory
-                run.run_dir.work_in(None if hold is None else hold.lock)
+                if hold is None:
+                    run.run_dir.work_in(None)
+                else:
+                    run.run_dir.work_in(hold.lock, None if hold.mirrored is None else hold.mirrored.mirror)
                 check_seen(run.run_dir.path, world, is_held=hold is not None)
             notify = Dispatcher(manager, run)
         if claim is not None and claim.is_finished and not accepts_finished:
@@ -120,6 +123,8 @@ def open_run(
             raise
         else:
             _record_end(run)
+            if hold is not None:
+                hold.finish()
         finally:
             if hold is not None:
                 hold.release()

@@ -37,6 +37,7 @@ from onstep.training.runs.pinned_data import pin_datasets
 from onstep.training.runs.user_code import entries_of
 from onstep.training.serving.trainer_control_callback import add_control
 from onstep.training.setup.final_weights import save_weights
+from onstep.training.setup.outlines import check_blocks
 from onstep.training.setup.pretrained import fill_from_pretrained
 from onstep.training.setup.setup import TrainingSetup, set_up
 from onstep.training.stages.evaluation_report import evaluate_and_print_results
@@ -162,6 +163,8 @@ def train_configured(
 
     Its directory is claimed by `claim_run`, as a rule by `claim_configured`.
     """
+    if not pre_wrap_hooks:  # which may add blocks
+        check_blocks(run.cfg)
     if claim_run is None:
         user_code = {
             "callbacks": entries_of([] if manager is None else manager.callbacks),

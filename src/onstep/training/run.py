@@ -28,9 +28,9 @@ from onstep.training.reporting.log_interval import LogInterval
 from onstep.training.reporting.run_record import RunRecord
 from onstep.training.reporting.timers import Clock, Timers
 from onstep.training.reporting.training_losses import TrainingLosses
+from onstep.training.runs.exit_watch import ExitWatch
 from onstep.training.runs.microbatches import NumMicroBatchesCalculator
 from onstep.training.runs.run_dir import RunDir
-from onstep.training.runs.signals import ExitWatch
 from onstep.training.runs.stage import RunEnding, RunStage
 
 _NOBODY = -1

@@ -17,6 +17,7 @@ from onstep.distributed import check_groups, check_loader, refused_together
 from onstep.errors import ConfigError, warn_once
 from onstep.events import CallbackManager, Dispatcher, normalize_callbacks
 from onstep.processes.forking import check_imports_are_done
+from onstep.training.anomalies.gate import AnomalyGate
 from onstep.training.bridge.exits import checkpoint_and_decide_exit, save_checkpoint_and_time
 from onstep.training.bridge.global_state import GlobalState, TrainStepResult
 from onstep.training.bridge.housekeeping import _finish_train as _finish_train
@@ -166,19 +167,29 @@ def train_step(
         pg_collection: as in `train`.
         notify: fires the events inside the step; None fires none.
 
+    Returns:
+        Megatron Bridge's values. Unless `train.on_nonfinite` is raise, the update of a step whose loss or gradient norm
+        is not finite is left out (`skipped_iter`), and the next one is applied; stop sets `should_exit`. Ending,
+        rolling back and counting the step is up to the caller. On an accelerator, raise and stop act a few steps later,
+        without waiting for the device: until then no update is applied, and the error names the bad step.
+
     Raises:
         ConfigError: if the model has several chunks or the groups are not those of the run; no data has been read.
+        NonFiniteError: with `train.on_nonfinite` raise, for a loss or gradient norm that is NaN or infinite.
+        AnomalyError: for a spike, with `anomaly.on_spike` raise.
     """
     only_chunk(model)
     check_groups(pg_collection, global_state.world)
     batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.data.size)
     loop = _loop_of(forward_step_func, model, optimizer, scheduler, global_state, notify)
     step = loop.last.begin(global_state.train_state.step + 1, batches)
+    gate = global_state.features.find(AnomalyGate)
     try:
         loop.train_step(step)
     except Leave as leave:
         return TrainStepResult({}, 1, leave.position is not None, True, int(leave.code or 0), None, None)
-    return TrainStepResult.of(step)
+    is_over = gate is not None and gate.end_alone(step)
+    return TrainStepResult.of(step)._replace(should_exit=is_over)
 
 
 @dataclass

@@ -79,7 +79,8 @@ def _sample_words(sample: Any) -> str:
         return str(sample)
     name = f"sample {sample.get('sample_id')}"
     if sample.get("sample_id") is None:
-        name = f"rank {sample.get('rank')}, micro-batch {sample.get('micro_batch')}, row {sample.get('row')}"
+        place = sample.get("place") or f"rank {sample.get('rank')}"
+        name = f"{place}, micro-batch {sample.get('micro_batch')}, row {sample.get('row')}"
     share = sample.get("share")
     of_step = f", {share:.0%} of the step's" if isinstance(share, float) else ""
     return f"{name} (loss {sample.get('loss')}{of_step})"

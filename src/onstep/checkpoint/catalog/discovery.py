@@ -35,6 +35,7 @@ def verify_shown(directory: Path, bar_bytes: int = BAR_BYTES) -> Manifest:
         return verify(directory, progress=bar.update)
 
 
+_RESTORE = "Put back the files that were saved, or use another checkpoint."
 ASIDE = "aside"
 """Subdirectory for checkpoints of branches that the run has abandoned: `aside/branch-<n>/`."""
 _NAME = re.compile(
@@ -111,7 +112,10 @@ def resolve(path: str | Path, step: int | None = None) -> CheckpointInfo:
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; give a checkpoint directory or a directory of checkpoints.")
     if os.path.lexists(path / MANIFEST):
-        manifest = verify_shown(path)
+        try:
+            manifest = verify_shown(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {_RESTORE}") from error
         if step is not None and manifest.step != step:
             raise CheckpointError(f"{path} is a checkpoint of step {manifest.step}, not of step {step}.")
         return CheckpointInfo(path, manifest.step, manifest)
@@ -128,7 +132,8 @@ def _newest_at(root: Path) -> CheckpointInfo:
     info = newest_verified(root, report=refused.append)
     if info is None:
         why = refused or [f"it has no directory checkpoint-<step>{_nearby(root / 'checkpoint-0')}"]
-        raise CheckpointError(f"{root} holds no verified checkpoint: {_sentences(why)}")
+        remedy = f" {_RESTORE}" if refused else ""
+        raise CheckpointError(f"{root} holds no verified checkpoint: {_sentences(why)}{remedy}")
     for line in refused:
         logger.warning(line)
     return info
@@ -145,7 +150,7 @@ def _step_at(root: Path, step: int) -> CheckpointInfo:
             return _verified(path, step)
         except CheckpointError as error:
             refused.append(f"Checkpoint {path.name} is rejected: {error}")
-    raise CheckpointError(_sentences(refused))
+    raise CheckpointError(f"{_sentences(refused)} {_RESTORE}")
 
 
 def _verified(path: Path, step: int) -> CheckpointInfo:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onstep.checkpoint.format.tensor_file import read_file_header
-from onstep.checkpoint.format.tensor_header import TensorInfo, sharding_of
+from onstep.checkpoint.format.tensor_header import TensorHeader, TensorInfo, sharding_of
 from onstep.checkpoint.format.tensor_parts import read_part
 from onstep.distributed.boxes import Box, overlapping, whole_box
 from onstep.errors import CheckpointError
@@ -98,14 +98,13 @@ def open_tensors(paths: Iterable[Path], step: int | None = None) -> dict[str, St
     parts: dict[str, list[StoredPart]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
-        header = read_file_header(path)
+        header, sharding = _described(path)
         of = header.metadata.get(STEP_KEY)
         if step is not None and of is not None and of != str(step):
             raise CheckpointError(
                 f"{path} is of step {of[:20]}, but its checkpoint is of step {step}; put back the file that was saved "
                 f"with it, or use another checkpoint."
             )
-        sharding = sharding_of(str(path), header)
         for name, info in header.tensors.items():
             offsets, full = sharding.get(name, ((0,) * len(info.shape), info.shape))
             box = Box(offsets, info.shape)
@@ -120,6 +119,16 @@ def open_tensors(paths: Iterable[Path], step: int | None = None) -> dict[str, St
                     f"in {parts[name][0].path.name}; use another checkpoint."
                 )
     return {name: joined(name, shapes[name], tuple(of_it)) for name, of_it in parts.items()}
+
+
+def _described(path: Path) -> tuple[TensorHeader, dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]]]:
+    """The header of a file, and where its tensors are in those that they are parts of."""
+    try:
+        header = read_file_header(path)
+        return header, sharding_of(str(path), header)
+    except CheckpointError as error:
+        why = str(error).removesuffix(".")
+        raise CheckpointError(f"{why}; put back the file that was saved, or use another checkpoint.") from error
 
 
 def joined(name: str, shape: tuple[int, ...], parts: tuple[StoredPart, ...]) -> StoredTensor:

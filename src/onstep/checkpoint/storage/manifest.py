@@ -115,7 +115,7 @@ class Manifest:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"the manifest of step {self.step} cannot be written as JSON: {error}.") from None
         sealed = body + b',\n  "blake3": "' + blake3(body).hexdigest().encode("ascii") + b'"\n}\n'
-        _parse(sealed, Path(MANIFEST))
+        parse_manifest(sealed, MANIFEST)
         return sealed
 
 
@@ -137,7 +137,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
     if size > MANIFEST_BYTES:
         raise CheckpointError(f"{path} has {size} bytes; a manifest must have at most {MANIFEST_BYTES}.")
-    return _parse(content, path)
+    return parse_manifest(content, str(path))
 
 
 def verify(directory: Path, *, progress: Progress | None = None) -> Manifest:
@@ -211,13 +211,22 @@ def _hash(file: BufferedReader, size: int, progress: Progress | None) -> str:
     return hasher.hexdigest()
 
 
-def _parse(content: bytes, path: Path) -> Manifest:
+def parse_manifest(content: bytes, path: str) -> Manifest:
+    """The content of a manifest.
+
+    Args:
+        content: the bytes of the file.
+        path: where they are from, for messages.
+
+    Raises:
+        CheckpointError: if it is not exactly as it was written.
+    """
     seal = _SEAL.search(content[-_SEAL_BYTES:])
     if seal is None:
         raise CheckpointError(f"{path} does not end with its own hash: it is truncated, damaged or not a manifest.")
     if blake3(content[:-_SEAL_BYTES]).hexdigest().encode() != seal[1]:
         raise CheckpointError(f"{path} does not match the BLAKE3 hash at its end; its content has changed.")
-    document = parse_json(content, str(path), error=CheckpointError)
+    document = parse_json(content, path, error=CheckpointError)
     try:
         return _manifest(document)
     except _RefusedError as error:
@@ -225,7 +234,7 @@ def _parse(content: bytes, path: Path) -> Manifest:
 
 
 class _RefusedError(ValueError):
-    """A problem in a manifest; `_parse` adds the path."""
+    """A problem in a manifest; `parse_manifest` adds the path."""
 
 
 def _manifest(document: Any) -> Manifest:

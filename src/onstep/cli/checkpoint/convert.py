@@ -12,6 +12,7 @@ from onstep.checkpoint import FileStore
 from onstep.checkpoint.dcp.directory import open_dcp
 from onstep.checkpoint.format.stored_tensors import StoredTensor
 from onstep.cli.checkpoint.placing import check_file, check_target, put_in_place
+from onstep.cli.checkpoint.torchtitan_names import is_of_torchtitan, of_transformers
 from onstep.config.suggestions import listed
 from onstep.errors import CheckpointError
 from onstep.models.deferred import deferred
@@ -71,6 +72,9 @@ def convert(
     if dtype is not None:
         tensors = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
     beside = [] if config_from is None else _files_beside(config_from)
+    of_torchtitan = is_of_torchtitan(tensors)
+    if of_torchtitan and config_from is not None:
+        tensors = of_transformers(tensors, config_from / "config.json")
     store = FileStore()
 
     def write(temporary: Path) -> None:
@@ -89,9 +93,18 @@ def convert(
     notes = [f"{len(tensors)} tensors"]
     if beside:
         notes.append(f"with {listed([path.name for path in beside], _SHOWN)} of {config_from}")
-    others = len(found.tensors) - len(wanted)
+    if of_torchtitan:
+        notes.append(
+            "with the names of torchtitan's llama; --config-from DIR gives them those of transformers"
+            if config_from is None
+            else "torchtitan's llama as that of transformers"
+        )
+    others = len(found.tensors) - len(tensors)
     if others:
-        notes.append(f"without {others} tensors whose names do not begin with {prefix}")
+        which = (
+            f" whose names do not begin with {prefix}" if len(tensors) == len(wanted) else " that are not the model's"
+        )
+        notes.append(f"without {others} tensors{which}")
     if pickled:
         notes.append(f"without what is only in pickles: {listed(pickled, _SHOWN)}")
     return notes

@@ -19,7 +19,8 @@ app = application(
     no_args_is_help=True,
     help="List, verify, compare and export the checkpoints of a run; convert those of others.\n\n"
     "PATH is a checkpoint, a directory of checkpoints, or a run (a path, or a name below runs/). PATH@STEP selects the "
-    "checkpoint of that step, PATH@best the best one; the default is the newest.",
+    "checkpoint of that step, PATH@best the best one; the default is the newest. The URL of a run in an object store "
+    "(s3://bucket/runs/NAME) is a PATH, too.",
 )
 
 DIFFERENT = 1
@@ -62,11 +63,11 @@ def list_(
     Includes damaged and unfinished ones; marks the best one and the one that a resume would load.
     """
     from onstep.cli.checkpoint.listing import as_json as in_json
-    from onstep.cli.checkpoint.listing import as_lines, read_listing
-    from onstep.cli.checkpoint.paths import locate
+    from onstep.cli.checkpoint.listing import as_lines, listing_of, shown_place
 
-    listing = read_listing(locate(path).root, verifies=not quick)
-    print(json.dumps(in_json(listing), indent=2) if as_json else "\n".join(as_lines(listing)))
+    with listing_of(path, verifies=not quick) as listing:
+        text = json.dumps(in_json(listing), indent=2) if as_json else "\n".join(as_lines(listing))
+        print(shown_place(listing, path, text))
 
 
 @app.command()
@@ -212,7 +213,8 @@ def convert(
 
     They are written as safetensors, one at a time, in files of at most 5 GB with an index. Nothing is unpickled. The
     names stay those of the program that saved them, without --prefix; with --config-from, `onstep finetune` and
-    transformers open the result if the names are those of transformers.
+    transformers open the result if the names are those of transformers, or those of torchtitan's llama, which are then
+    translated.
     """
     import torch
 

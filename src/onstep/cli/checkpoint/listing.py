@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from onstep.cli.cells import counted, date_shown, metric_shown, size_shown
 from onstep.cli.checkpoint.paths import CHECKPOINT_NAME, dir_of, locate, retention_of
 from onstep.config.suggestions import listed
 from onstep.errors import CheckpointError
+from onstep.mirror.copies import checkpoint_copies, named, outline
+from onstep.stores.urls import is_url
 
 _NOISE = ("epoch", "runtime", "per_second")
 """Suffixes of metrics that do not measure a checkpoint's quality."""
@@ -58,6 +62,25 @@ def read_listing(root: Path, *, verifies: bool) -> Listing:
     return Listing(
         root, entries, taken, None if winner is None else by_step[winner.step], retention, left_branches(root), verifies
     )
+
+
+@contextmanager
+def listing_of(words: str, *, verifies: bool) -> Iterator[Listing]:
+    """The listing of what `words` name; of a run in an object store, by the sizes that the store has.
+
+    Raises:
+        CheckpointError: when the directory cannot be read.
+    """
+    if not is_url(words):
+        yield read_listing(locate(words).root, verifies=verifies)
+        return
+    with tempfile.TemporaryDirectory(prefix="onstep-list-") as directory:
+        yield read_listing(outline(words, Path(directory)), verifies=False)
+
+
+def shown_place(listing: Listing, words: str, text: str) -> str:
+    """A text about a listing, with the URL of the run in place of the directory that stands for it."""
+    return text.replace(str(listing.root), f"{named(words).run}/checkpoints") if is_url(words) else text
 
 
 def as_json(listing: Listing) -> dict[str, Any]:
@@ -170,7 +193,7 @@ def dirs_to_verify(words: str, *, everything: bool) -> list[Path]:
     """
     if not everything:
         return [dir_of(words)]
-    root = locate(words).root
+    root = checkpoint_copies(words, every=True) / "checkpoints" if is_url(words) else locate(words).root
     directories = [entry.path for entry in inventory(root) if CHECKPOINT_NAME.fullmatch(entry.path.name)]
     if not directories:
         raise CheckpointError(f"{root} has no checkpoints to verify; name a run or a directory of checkpoints.")

@@ -13,6 +13,7 @@ from onstep.checkpoint.catalog.retention import best_verified
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.cli.runs import find_named, names_beside, not_found
 from onstep.errors import CheckpointError
+from onstep.mirror.copies import local_words
 
 BEST = "best"
 _CHOSEN = re.compile(r"(?P<path>.+)@(?P<choice>[0-9]+|best)")
@@ -33,11 +34,14 @@ class Location:
 def locate(words: str) -> Location:
     """Locate `PATH`, `PATH@STEP` or `PATH@best`: a checkpoint, a directory of checkpoints, or a run.
 
+    Of a run in an object store, the checkpoint is fetched.
+
     A name that is not an existing path is looked up below `runs/`.
 
     Raises:
         CheckpointError: when nothing has that name; the message suggests similar names.
     """
+    words = local_words(words)
     match = None if Path(words).exists() else _CHOSEN.fullmatch(words)
     path, choice = (words, None) if match is None else (match["path"], match["choice"])
     directory = _existing(path)

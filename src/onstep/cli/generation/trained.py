@@ -18,6 +18,7 @@ from onstep.cli.why import find_run
 from onstep.console.style import in_words
 from onstep.errors import ConfigError, OnstepError
 from onstep.files.bounded_reading import read_json
+from onstep.stores.urls import is_url
 
 if TYPE_CHECKING:
     from onstep.config import ConfigContainer, TokenizerConfig
@@ -93,6 +94,10 @@ def open_trained(name: str, rope_scaling: str | None = None, rope_factor: float 
         ConfigError: if there is no such run or directory, or its context cannot be extended as asked.
         OnstepError: if its files are damaged.
     """
+    if is_url(name):
+        from onstep.mirror.copies import trained_copy
+
+        name = str(trained_copy(name))
     given = Path(os.path.expanduser(name))
     if given.suffix.lower() == ".gguf":
         raise ConfigError(

@@ -53,13 +53,6 @@ def _size(name: str) -> Rule:
     return replace(of_section, accepts=part.values, remedy=part.remedy)
 
 
-def _set_instances(config: Any, value: Any) -> None:
-    """So many replicas, each of the rest of the ranks; one leaves the sizes as they are."""
-    if value != 1:
-        _set(config, "parallel.data_parallel_replicate_size", value)
-        _set(config, "parallel.data_parallel_shard_size", -1)
-
-
 def _set_fsdp2(config: Any, value: Any) -> None:
     """All ranks that are left hold one replica in shards, unless the shards have a size; false changes nothing."""
     if value and config.parallel.data_parallel_shard_size == 1:
@@ -149,6 +142,8 @@ def _rule(
     return Rule(default=default, accepts=values, why=why, remedy=remedy, becomes=keys, apply=apply, read=read)
 
 
+_BFLOAT16 = ("torch.bfloat16", "bfloat16")
+
 EFFECTS: dict[str, dict[str, Rule]] = {
     "": {},
     "train": {
@@ -162,8 +157,9 @@ EFFECTS: dict[str, dict[str, Rule]] = {
         "fp16": _precision("fp16_mixed"),
         "params_dtype": Rule(
             default="torch.float32",
-            accepts=None,
-            why="torch.bfloat16 sets it, and holds over the value of the optimizer's own key; others leave it as it is",
+            accepts=("torch.float32", "float32", *_BFLOAT16),
+            why="torch.bfloat16 sets it, and holds over the value of the optimizer's own key; float32 leaves it",
+            remedy="for float16 set mixed_precision=fp16_mixed, whose weights are float32",
             becomes=("optimizer.params_dtype",),
         ),
         "deterministic_mode": _renamed("train.deterministic", why="false leaves it as it is", skips=False),
@@ -202,13 +198,6 @@ EFFECTS: dict[str, dict[str, Rule]] = {
         ),
     },
     "ddp": {
-        "num_distributed_optimizer_instances": _rule(
-            ("parallel.data_parallel_replicate_size", "parallel.data_parallel_shard_size"),
-            _set_instances,
-            lambda config: max(1, config.parallel.data_parallel_replicate_size),
-            default=1,
-            why="so many replicas, each of the rest of the ranks (-1); 1 leaves both as they are",
-        ),
         "bucket_size": _rule(
             "ddp.bucket_cap_mb",
             lambda config, value: (
@@ -232,9 +221,6 @@ EFFECTS: dict[str, dict[str, Rule]] = {
     "straggler": {"enable_straggler_on_startup": _inverse("straggler.disable_straggler_on_startup")},
 }
 """By section."""
-
-
-_BFLOAT16 = ("torch.bfloat16", "bfloat16")
 
 
 def settle(config: Any) -> None:
@@ -268,13 +254,18 @@ def settle(config: Any) -> None:
             config.ddp.grad_reduce_in_fp32 = config.mixed_precision.grad_reduce_in_fp32
         if config.mixed_precision.params_dtype is not None:
             optimizer.params_dtype = config.mixed_precision.params_dtype
+        for name in _OF_GATHERS:
+            if getattr(config.mixed_precision, name):
+                setattr(config.ddp, name, True)
         for name, value in loss_scaling(config.mixed_precision).items():
             setattr(optimizer, name, value)
         config.mixed_precision = config.mixed_precision.name
 
 
-_OF_BOTH = ("use_distributed_optimizer", "overlap_param_gather")
+_OF_BOTH = ("use_distributed_optimizer", "overlap_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 """Flags that `ddp` and `optimizer` share."""
+_OF_GATHERS = ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+"""Flags of `ddp` that an object for `mixed_precision` enables, too."""
 _warned: set[str] = set()
 """The flags that were warned of: a run copies its configuration more than once."""
 
@@ -292,9 +283,10 @@ def _enable_together(config: Any) -> None:
                 raise ConfigError(f"{section}.{name}={shown(value)} must be true or false; set one of them.")
         if len({*values.values()}) == 1:
             continue
+        is_said = name in config.optimizer.given_of_bridge  # else the key of `ddp` decides, as the only one
         for section in values:
             setattr(getattr(config, section), name, True)
-        if name not in _warned and integer_from_environment("RANK", 0) == 0:
+        if is_said and name not in _warned and integer_from_environment("RANK", 0) == 0:
             _warned.add(name)
             said = ", ".join(f"{section}.{name}={str(value).lower()}" for section, value in values.items())
             logger.warning("%s differ, so both are true; set both to the same value", said)

@@ -7,6 +7,7 @@ from typing import Any
 
 from onstep.config.bridge.precision import precision_of
 from onstep.config.bridge.values import comparable, function_name, plain
+from onstep.config.named_functions import named_function
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 
@@ -92,6 +93,15 @@ def _truth(section: Any, value: Any) -> Any:
     return bool(value) if isinstance(value, int) and 0 <= value < 2**31 else value
 
 
+def _blocks(section: Any, value: Any) -> Any:
+    """Classes by their names, and a function that finds the blocks of a model by its own."""
+    if isinstance(value, list | tuple):
+        return [one.__name__ if isinstance(one, type) else one for one in value]
+    if isinstance(value, type):
+        return [value.__name__]
+    return [named_function(value)] if callable(value) else value
+
+
 VALUES: dict[tuple[str, str], Callable[[Any, Any], Any]] = {
     ("TrainingConfig", "manual_gc_eval"): _truth,
     ("ModelConfig", "activation_func"): _activation,
@@ -99,6 +109,9 @@ VALUES: dict[tuple[str, str], Callable[[Any, Any], Any]] = {
     ("OptimizerConfig", "optimizer"): lambda section, value: "muon" if value == "dist_muon" else value,
     ("OptimizerConfig", "params_dtype"): _dtype,
     ("OptimizerConfig", "main_params_dtype"): _dtype,
+    ("OptimizerConfig", "exp_avg_dtype"): _dtype,
+    ("OptimizerConfig", "exp_avg_sq_dtype"): _dtype,
+    ("FullyShardedConfig", "wrap"): _blocks,
     ("TokenizerConfig", "tokenizer_type"): _tokenizer,
     ("PeftConfig", "target_modules"): _targets,
     ("ConfigContainer", "mixed_precision"): lambda section, value: precision_of(value),

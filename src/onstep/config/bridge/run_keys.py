@@ -76,26 +76,18 @@ DDP = {
         _FSDP2,
         {"use_megatron_fsdp": False, "use_custom_fsdp": False},
     ),
-    **neutral(
-        "8-bit floating point is not supported",
-        "set mixed_precision=bf16_mixed",
-        {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False},
+    **without_effect(
+        "a model is one stage, whose gathers begin together; the numbers are the same",
+        {"align_param_gather": False},
     ),
     **without_effect(
         _OVERLAP,
         {
-            "overlap_grad_reduce": False,
-            "overlap_param_gather": False,
-            "align_param_gather": False,
             "delay_wgrad_compute": False,
             "pad_buckets_for_high_nccl_busbw": False,
             "suggested_communication_unit_size": None,
             "nccl_ub": False,
         },
-    ),
-    **without_effect(
-        "every rank keeps the whole state of the optimizer; the updates are the same",
-        {"use_distributed_optimizer": False},
     ),
     **without_effect(
         "gradients are averaged exactly, in the type that ddp.grad_reduce_in_fp32 and grad_reduce_in_bf16 say",
@@ -121,14 +113,9 @@ DDP = {
 
 OPTIMIZER = {
     **neutral(
-        "gradients have the type of the weights, and the state of the optimizer that of the master weights",
-        "leave it out; set optimizer.params_dtype and optimizer.main_params_dtype",
-        {
-            "main_grads_dtype": _FLOAT32,
-            "exp_avg_dtype": _FLOAT32,
-            "exp_avg_sq_dtype": _FLOAT32,
-            "reuse_grad_buf_for_mxfp8_param_ag": False,
-        },
+        "gradients have the type of the weights",
+        "leave it out; set optimizer.params_dtype, and ddp.grad_reduce_in_fp32 for their sums",
+        {"main_grads_dtype": _FLOAT32},
     ),
     **neutral(
         "weight decay is decoupled (AdamW)",
@@ -161,20 +148,21 @@ OPTIMIZER = {
         },
     ),
     **without_effect(
-        "every rank keeps the whole state of the optimizer; the updates are the same",
+        "the same key of `ddp`, which it enables, decides",
         {
             "use_distributed_optimizer": False,
             "overlap_param_gather": False,
             "overlap_param_gather_with_optimizer_step": False,
+            "reuse_grad_buf_for_mxfp8_param_ag": False,
         },
     ),
     **without_effect(
         "master weights are always stored as the remainders of the weights, and need no other optimizer",
-        {"store_param_remainders": True, "use_precision_aware_optimizer": False, "fp8_recipe": None},
+        {"store_param_remainders": True, "fp8_recipe": None},
     ),
     **without_effect(
-        "torch's Muon orthogonalizes in bfloat16, on one rank",
-        {"muon_fp32_matmul_prec": "medium", "muon_tp_mode": "blockwise"},
+        "Muon orthogonalizes whole matrices",
+        {"muon_tp_mode": "blockwise"},
     ),
     **without_effect(
         "it is a detail of measurement there", {"barrier_with_L1_time": False, "timers": None, "config_logger_dir": ""}

@@ -13,6 +13,7 @@ from onstep.config.container import ConfigContainer
 from onstep.config.keys import KEYS, Key
 from onstep.config.sections.logger import A_TRACKER, BRIDGE_TAGS, TO_TRACKER
 from onstep.config.sections.profiling import WITHIN_THE_RUN
+from onstep.config.sections.run import IN_A_STORE
 from onstep.config.sections.training import VALIDATION_SHARE
 from onstep.config.trackers import ALL, BRIDGE_FIELDS, TRACKERS, name_list, tracker_list
 
@@ -76,6 +77,7 @@ _FUNCTIONS: dict[str, Callable[[ConfigContainer], bool]] = {
     A_TRACKER: lambda config: bool(_trackers(config)),
     BRIDGE_TAGS: _shows_bridge_tags,
     VALIDATION_SHARE: lambda config: parse_split(config.dataset.split)[1] > 0,
+    IN_A_STORE: lambda config: config.run.is_in_store,
     WITHIN_THE_RUN: lambda config: config.profiling.profile_step_start < (config.train.train_iters or math.inf),
     **{need: partial(_reports_to, tracker) for tracker, need in TO_TRACKER.items()},
 }

@@ -49,6 +49,7 @@ def check_optimizer(config: ConfigContainer) -> None:
 def _check_types(config: ConfigContainer) -> None:
     """Refuse types of weights that the precision of a step or the optimizer cannot work with."""
     optimizer = config.optimizer
+    _check_averages(optimizer)
     if optimizer.params_dtype == "float32":
         return
     if config.mixed_precision == "fp16_mixed":
@@ -61,6 +62,24 @@ def _check_types(config: ConfigContainer) -> None:
         raise ConfigError(
             f"optimizer.optimizer={optimizer.optimizer} updates bfloat16 weights by itself, without master weights; "
             "set optimizer.main_params_dtype=bfloat16 and optimizer.rounding=nearest, or use adam, sgd or muon."
+        )
+
+
+def _check_averages(optimizer: OptimizerConfig) -> None:
+    """Refuse types of averages that an optimizer does not have."""
+    low = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(optimizer, name) != "float32"]
+    if not low:
+        return
+    asked = f"optimizer.{low[0]}={getattr(optimizer, low[0])}"
+    if optimizer.optimizer not in ("adam", "adamw"):
+        raise ConfigError(
+            f"{asked} is the type of an average of AdamW, but optimizer.optimizer={optimizer.optimizer}; use adam, or "
+            f"leave it float32."
+        )
+    if optimizer.main_params_dtype != "float32":
+        raise ConfigError(
+            f"{asked} has no effect with optimizer.main_params_dtype={optimizer.main_params_dtype}, whose state is in "
+            f"bfloat16 in any case; leave it float32 and optimizer.use_precision_aware_optimizer false."
         )
 
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from onstep.config.container import ConfigContainer
 from onstep.config.later_parts import LATER_PARTS
-from onstep.config.sections.optimizer import OF_BITSANDBYTES
+from onstep.config.sections.optimizer import OF_PACKAGES
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
-from onstep.files.bounded_reading import integer_from_environment
-
-logger = logging.getLogger(__name__)
-
-_told: set[str] = set()
-"""Warnings so far: a run checks its configuration more than once."""
 
 
 def check_parallel(config: ConfigContainer, ranks: int) -> None:
@@ -34,10 +26,46 @@ def check_parallel(config: ConfigContainer, ranks: int) -> None:
             allowed = " or ".join({None: "null", False: "false"}.get(one, str(one)) for one in part.values)
             raise ConfigError(f"parallel.{name}={shown(value)} must be {allowed}: {part.why}; {part.remedy}.")
     _check_shards(config, config.parallel_sizes(ranks).dp_shard)
-    if ranks > 1 and getattr(config.ddp, "use_distributed_optimizer", False):
-        _tell_once(
-            "ddp.use_distributed_optimizer=true does not divide the state of the optimizer between the ranks: each "
-            "has all of it, and the updates are the same; set it to false in ddp and optimizer to drop this line"
+    if config.ddp.use_distributed_optimizer and (ranks > 1 or config.ddp.fp8_param_gather):
+        _check_distributed_optimizer(config)
+    elif config.ddp.overlap_param_gather and ranks > 1 and config.parallel.data_parallel_shard_size == 1:
+        raise ConfigError(
+            "ddp.overlap_param_gather=true gathers what ranks have updated for each other, but each updates all of the "
+            "model; set ddp.use_distributed_optimizer=true, or the key to false in ddp and optimizer."
+        )
+
+
+def _check_distributed_optimizer(config: ConfigContainer) -> None:
+    """Refuse what ranks that divide the updates of a whole model cannot do."""
+    asked, ddp = "ddp.use_distributed_optimizer=true", config.ddp
+    if config.parallel.data_parallel_shard_size != 1:
+        raise ConfigError(
+            f"{asked} divides the updates of a whole model, but parallel.data_parallel_shard_size="
+            f"{config.parallel.data_parallel_shard_size} the model itself, whose ranks divide the updates too; set "
+            f"ddp.use_distributed_optimizer and optimizer.use_distributed_optimizer to false, or the size to 1."
+        )
+    for key, rule in (
+        ("sync_each_micro_batch", "sums gradients once in a step"),
+        ("broadcast_buffers", "keeps the buffers of each rank"),
+        ("static_graph", "does not rely on a fixed graph"),
+    ):
+        if getattr(ddp, key):
+            raise ConfigError(f"ddp.{key}=true has no effect with {asked}, which {rule}; set one of them to false.")
+    if config.optimizer.optimizer in OF_PACKAGES:
+        raise ConfigError(
+            f"optimizer.optimizer={config.optimizer.optimizer} has quantized state, which cannot be of a part of a "
+            f"parameter, as {asked} requires; use adam, sgd or muon."
+        )
+    if ddp.fp8_param_gather and config.optimizer.params_dtype != "float32":
+        raise ConfigError(
+            f"ddp.fp8_param_gather=true keeps float32 masters of float32 weights, but optimizer.params_dtype="
+            f"{config.optimizer.params_dtype}; leave it float32, and set mixed_precision=bf16_mixed."
+        )
+    if ddp.overlap_param_gather and config.train.torch_compile:
+        raise ConfigError(
+            "ddp.overlap_param_gather=true waits for parameters before each module is called, which code that "
+            "torch.compile has made of a whole model leaves out; set train.torch_compile=false, or the key to false in "
+            "ddp and optimizer."
         )
 
 
@@ -52,20 +80,13 @@ def _check_shards(config: ConfigContainer, shards: int) -> None:
             f"parallel.data_parallel_shard_size, and be less; or true (all of them), or false (gathered weights are "
             f"kept)."
         )
-    if optimizer in OF_BITSANDBYTES:
+    if optimizer in OF_PACKAGES:
         raise ConfigError(
-            f"optimizer.optimizer={optimizer} is one of bitsandbytes, whose kernels cannot update a model that is "
-            f"divided between {shards} ranks; use adam, adamw_torch_8bit or adamw_torch_4bit."
+            f"optimizer.optimizer={optimizer} has quantized state, which cannot be divided between {shards} ranks; use "
+            f"adam, sgd or muon."
         )
     if config.peft.base_quantization is not None:
         raise ConfigError(
             f"peft.base_quantization={config.peft.base_quantization} holds weights that cannot be divided between "
             f"{shards} ranks; set parallel.data_parallel_shard_size=1, by which each rank has them whole."
         )
-
-
-def _tell_once(text: str) -> None:
-    """A warning, on rank 0."""
-    if text not in _told and integer_from_environment("RANK", 0) == 0:
-        _told.add(text)
-        logger.warning("%s", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,10 @@ from onstep.config.container import ConfigContainer
 from onstep.config.keys import KEYS
 from onstep.config.suggestions import nearest, shown
 from onstep.errors import ConfigError
+from onstep.stores.urls import check_url, is_url
 
+_STEP = re.compile(r"@([0-9]+|best)\Z")
+"""What selects a checkpoint of a run."""
 COMPONENTS = KEYS["checkpoint.components"].option.elements
 SPIKE_METRICS = KEYS["anomaly.spike_metrics"].option.elements
 
@@ -38,6 +42,16 @@ def check_run(config: ConfigContainer) -> None:
         raise ConfigError(
             f"run.name={shown(name)} has characters that cannot be printed, such as line ends; drop them."
         )
+    if config.run.is_in_store:
+        check_url("run.output_dir", config.run.output_dir)
+        if config.checkpoint.save is not None:
+            raise ConfigError(
+                f"checkpoint.save={shown(config.checkpoint.save)} would not be mirrored in "
+                f"run.output_dir={config.run.output_dir}; leave it null, or set run.output_dir to a directory."
+            )
+    for key in ("load", "pretrained_checkpoint"):
+        if is_url(place := getattr(config.checkpoint, key) or ""):
+            check_url(f"checkpoint.{key}", _STEP.sub("", place))
     for name in config.env_vars:
         if not name or "=" in name:
             raise ConfigError(
@@ -211,7 +225,7 @@ def loads_own(config: ConfigContainer) -> bool:
     checkpoint, run = config.checkpoint, config.run
     own = checkpoint.save
     if own is None and run.name is not None:
-        own = str(Path(run.output_dir) / run.name / "checkpoints")
+        own = str(run.local_output_dir / run.name / "checkpoints")
     if checkpoint.load is None or own is None:
         return False
     return Path(own).resolve() == Path(checkpoint.load).resolve()

@@ -20,6 +20,7 @@ from onstep.config.sections.run import DistributedDataParallelConfig
 from onstep.config.suggestions import shown
 from onstep.config.trackers import tracker_list
 from onstep.errors import ConfigError
+from onstep.stores.urls import is_url, without_secrets
 
 MAY_BE_NONE = {name for name, annotation in field_types(TrainingArguments).items() if accepts_none(annotation)}
 
@@ -151,6 +152,11 @@ def _without_a_name(args: TrainingArguments, config: ConfigContainer, world_size
 
 
 def _set_run(args: TrainingArguments, config: ConfigContainer, world_size: int) -> None:
+    if is_url(args.output_dir or ""):
+        raise ConfigError(
+            f"output_dir={without_secrets(str(args.output_dir))} must be a directory for a Trainer; "
+            f"onstep.pretrain and onstep train mirror a run in an object store (run.output_dir)."
+        )
     path = os.path.normpath(args.output_dir or "trainer_output")
     directory, name = os.path.split(path)
     if name in ("", ".", ".."):
@@ -267,8 +273,9 @@ def _named_arguments(config: ConfigContainer, world_size: int) -> dict[str, Any]
 
 def _named_run(config: ConfigContainer, world_size: int) -> dict[str, Any]:
     train, run = config.train, config.run
-    directory = "" if run.output_dir == "." else run.output_dir
-    named: dict[str, Any] = {"output_dir": os.path.join(directory, run.name) if run.name else run.output_dir}
+    place = str(run.local_output_dir) if run.is_in_store else run.output_dir
+    directory = "" if place == "." else place
+    named: dict[str, Any] = {"output_dir": os.path.join(directory, run.name) if run.name else place}
     if train.train_iters is not None:
         named["max_steps"] = train.train_iters
     elif train.num_epochs is not None:

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from onstep.errors import ConfigError
+from onstep.slurm.ranks import adopt_ranks
 
 _TRUE = ("1", "true", "yes", "y", "on", "t")
 _SHARDED = "models are sharded by torch's fully_shard; launch with --use_fsdp --fsdp_version 2"
@@ -23,9 +24,12 @@ _PRECISIONS = ("no", "bf16", "fp16")
 def settle_launcher(args: Any) -> None:
     """Let the options of `accelerate launch` decide where the arguments leave it open: precision, device, compilation.
 
+    The tasks of `srun` become ranks.
+
     Raises:
         ConfigError: for an option without its effect here.
     """
+    adopt_ranks()
     for variable, remedy in _REFUSED.items():
         if os.environ.get(variable, "").lower() in _TRUE:
             raise ConfigError(f"accelerate launch sets {variable}={os.environ[variable]}, not supported: {remedy}.")

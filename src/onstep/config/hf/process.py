@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from onstep.config.hf.accelerate_state import partial_state
 from onstep.config.hf.argument import LOG_LEVELS
-from onstep.config.hf.sharding import parallel_section
+from onstep.config.hf.sharding import parallel_section, written_names
 from onstep.config.parallel_sizes import ParallelSizes
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
@@ -117,7 +117,7 @@ class ProcessArguments:
         group = _process_group()
         number = integer_from_environment("WORLD_SIZE", 1) if group is None else int(group.get_world_size())
         section = parallel_section(self)
-        return ParallelSizes(dp_replicate=number) if section is None else section.sizes(number)
+        return ParallelSizes(dp_replicate=number) if section is None else section.sizes(number, written_names(self))
 
     @property
     def world_size(self) -> int:

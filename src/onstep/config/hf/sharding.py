@@ -21,6 +21,14 @@ _STRATEGIES = {
 }
 """Whether weights are freed after the forward pass, and whether each machine has a replica of its own."""
 _AXES = {"dp_replicate_size": "data_parallel_replicate_size", "dp_shard_size": "data_parallel_shard_size"}
+_SHARD_SIZE = "parallel.data_parallel_shard_size"
+_WRITTEN = {
+    "fsdp.wrap": "transformer_layer_cls_to_wrap",
+    "fsdp.reshard_after_forward": "reshard_after_forward",
+    "fsdp.cpu_offload": "cpu_offload",
+    "fsdp.prefetch": "forward_prefetch",
+}
+"""The keys of `fsdp_config` that set those of the section `fsdp`."""
 _LATER = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
 _WHOLE_PARAMETERS = "version 2 keeps the parameters as the model has them"
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -169,6 +177,25 @@ def parallel_section(args: Any) -> ParallelConfig | None:
     names = {f"parallel.{one.name}": one.name for one in fields(ParallelConfig)}
     sizes = {names[key]: size for key, size in keys.items() if key in names}
     return ParallelConfig(**sizes) if sizes else None
+
+
+def written_names(args: Any) -> dict[str, str]:
+    """What the keys of the sections `parallel` and `fsdp` are called in the arguments that set them, by dotted key.
+
+    Args:
+        args: the arguments.
+    """
+    names = {f"parallel.{one.name}": f"config_overrides['parallel.{one.name}']" for one in fields(ParallelConfig)}
+    if args.parallelism_config:
+        names |= {f"parallel.{key}": f"parallelism_config[{name!r}]" for name, key in _AXES.items()}
+    elif args.fsdp:
+        names[_SHARD_SIZE] = "fsdp"
+    if args.fsdp:
+        names |= {key: f"fsdp_config[{name!r}]" for key, name in _WRITTEN.items()}
+    for name, value in (args.config_overrides or {}).items():
+        for key in [f"{name}.{one}" for one in value] if isinstance(value, Mapping) else [name]:
+            names[key] = f"config_overrides[{key!r}]"
+    return names
 
 
 def writes_whole_weights(args: Any) -> bool:

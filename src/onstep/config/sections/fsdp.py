@@ -22,8 +22,9 @@ class FullyShardedConfig(ConfigSection):
         SAFE,
         needs=_SHARDED,
         known_as=("transformer_layer_cls_to_wrap", "auto_wrap_policy"),
-        help="Classes of the blocks whose weights are gathered together, such as `[LlamaDecoderLayer]`; null is what "
-        "the model names (`_no_split_modules`), or else the modules in its outermost lists (`nn.ModuleList`).",
+        help="Classes of the blocks whose weights are gathered together, such as `[LlamaDecoderLayer]`, or a function "
+        "of the model that returns them, which only Python can set; null is what the model names "
+        "(`_no_split_modules`), or else the modules in its outermost lists (`nn.ModuleList`).",
     )
     reshard_after_forward: bool | int = option(
         True,

@@ -19,6 +19,7 @@ from onstep.config.section import (
 _NS_STEPS = Bound("from 1 to 99, the most that torch's Muon allows; 5 is usual", lambda steps: 1 <= steps <= 99)
 _ADAM = "optimizer.optimizer other than sgd"
 _MUON = "optimizer.optimizer=muon"
+_PRECISION_AWARE = "optimizer.use_precision_aware_optimizer=true"
 _WSD = "scheduler.lr_decay_style=WSD"
 _DYNAMIC_SCALE = ("mixed_precision=fp16_mixed", "optimizer.loss_scale=null")
 _DECAY = "scheduler.lr_decay_style other than constant"
@@ -129,6 +130,26 @@ class OptimizerConfig(ConfigSection):
         help="Precision in which bfloat16 weights are updated: float32 (the optimizer keeps the 16 bits that bfloat16 "
         "lacks, and its state in float32) | bfloat16 (no master weights, state in bfloat16).",
     )
+    use_precision_aware_optimizer: bool = option(
+        False,
+        INCOMPATIBLE,
+        needs="optimizer.exp_avg_dtype=bfloat16 or optimizer.exp_avg_sq_dtype=bfloat16",
+        help="Let the averages of AdamW have types of their own: exp_avg_dtype and exp_avg_sq_dtype.",
+    )
+    exp_avg_dtype: str = option(
+        "float32",
+        INCOMPATIBLE,
+        choices=("float32", "bfloat16"),
+        only_with=_PRECISION_AWARE,
+        help="Type of AdamW's average of gradients: float32 | bfloat16 (rounded stochastically).",
+    )
+    exp_avg_sq_dtype: str = option(
+        "float32",
+        INCOMPATIBLE,
+        choices=("float32", "bfloat16"),
+        only_with=_PRECISION_AWARE,
+        help="Type of AdamW's average of their squares: float32 | bfloat16 (rounded stochastically).",
+    )
     rounding: str = option(
         "stochastic",
         TRAJECTORY,
@@ -174,6 +195,14 @@ class OptimizerConfig(ConfigSection):
         bound=_NS_STEPS,
         only_with=_MUON,
         help="Newton-Schulz iterations that orthogonalize an update of Muon.",
+    )
+    muon_fp32_matmul_prec: str = option(
+        "medium",
+        TRAJECTORY,
+        choices=("medium", "highest"),
+        only_with=_MUON,
+        help="Precision of these iterations: medium (bfloat16, to the bit torch's) | highest (float32, or TF32 with "
+        "train.tf32; slower, and the same on any number of ranks to 1e-6).",
     )
     muon_adjust_lr_fn: str = option(
         "match_rms_adamw",

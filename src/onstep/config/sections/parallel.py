@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from onstep.config.parallel_sizes import ParallelSizes
 from onstep.config.section import SAFE, Bound, ConfigSection, option
@@ -13,16 +15,17 @@ _MOST = 1 << 20
 _REST = Bound(f"-1 (the rest of the ranks), or 1 to {_MOST:,}", lambda size: size == -1 or 1 <= size <= _MOST)
 _ONLY = " Only {} is supported."
 
-_AXES = {
-    "pipeline_model_parallel_size": "pipeline",
-    "data_parallel_replicate_size": "replicate",
-    "data_parallel_shard_size": "shard",
-    "context_parallel_size": "context",
-    "tensor_model_parallel_size": "tensor",
-}
+_AXES = (
+    "pipeline_model_parallel_size",
+    "data_parallel_replicate_size",
+    "data_parallel_shard_size",
+    "context_parallel_size",
+    "tensor_model_parallel_size",
+)
 """The sizes whose product is the number of ranks, in the order of `ParallelSizes`."""
 _REST_OF_RANKS = -1
 _REPLICATE = "data_parallel_replicate_size"
+_AS_KEYS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass
@@ -92,23 +95,30 @@ class ParallelConfig(ConfigSection):
         """The least number of ranks that the sizes allow."""
         return math.prod(max(1, getattr(self, name)) for name in _AXES)
 
-    def sizes(self, ranks: int) -> ParallelSizes:
+    def sizes(self, ranks: int, names: Mapping[str, str] = _AS_KEYS) -> ParallelSizes:
         """The sizes of all axes, with -1 replaced by what the others leave of the ranks.
 
         Args:
             ranks: the number of ranks, which are the processes of a run.
+            names: what the user calls a key, for messages; a key that is not there has its own name.
 
         Raises:
             ConfigError: with the arithmetic, for sizes that do not make up the ranks.
         """
+
+        def named(axis: str) -> str:
+            return names.get(f"parallel.{axis}", f"parallel.{axis}")
+
         sizes = {name: int(getattr(self, name)) for name in _AXES}
         rest = [name for name, size in sizes.items() if size == _REST_OF_RANKS]
         if len(rest) > 1:  # shards have the rest, for one replica
             sizes[_REPLICATE] = 1
             rest.remove(_REPLICATE)
-        given = [f"{size} ({_AXES[name]})" for name, size in sizes.items() if size not in (1, _REST_OF_RANKS)]
+        given = [f"{named(name)}={size}" for name, size in sizes.items() if size not in (1, _REST_OF_RANKS)] or [
+            f"{named(name)}=1" for name in (_REPLICATE, "data_parallel_shard_size")
+        ]
         product = self.least_ranks
-        arithmetic = f"parallel: {' x '.join(given) or 1}" + (f" = {product}" if len(given) > 1 else "")
+        arithmetic = " * ".join(given) + (f" = {product}" if len(given) > 1 else "")
         there = f"{ranks} rank{'s' if ranks > 1 else ''}"
         if rest and ranks % product:
             raise ConfigError(
@@ -118,13 +128,15 @@ class ParallelConfig(ConfigSection):
         if not rest and product != ranks:
             raise ConfigError(
                 f"{arithmetic} must be the number of ranks, but this run has {there}; start {product}, or set "
-                f"parallel.data_parallel_replicate_size=-1, which is the rest of the ranks."
+                f"{named(_REPLICATE)}=-1, which is the rest of the ranks."
             )
         pp, replicate, shard, cp, tp = (ranks // product if size == _REST_OF_RANKS else size for size in sizes.values())
         found = ParallelSizes(pp, replicate, shard, cp, tp, self.expert_model_parallel_size)
         if found.data * found.cp % found.ep:
             raise ConfigError(
-                f"parallel: {replicate} (replicate) x {shard} (shard) x {cp} (context) = {found.data * found.cp} "
-                f"must be a multiple of {found.ep} (expert): experts are divided among these ranks; change the sizes."
+                f"{named(_REPLICATE)}={replicate} * {named('data_parallel_shard_size')}={shard} * "
+                f"{named('context_parallel_size')}={cp} = {found.data * found.cp} must be a multiple of "
+                f"{named('expert_model_parallel_size')}={found.ep}: experts are divided among these ranks; change the "
+                f"sizes."
             )
         return found

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from onstep.config.section import MINUTES, PATH, SAFE, SECONDS, TRAJECTORY, Bound, ConfigSection, option
+from onstep.stores.urls import is_url, joined, local_place
 
 _DEVICE = Bound(
     "cpu, cuda, cuda:<n> with n up to 127, or null for CUDA where there is one",
@@ -15,6 +17,8 @@ _DEVICE = Bound(
 
 WITHOUT_DYNAMIC_SCALE = "mixed_precision other than fp16_mixed or optimizer.loss_scale"
 """A loss scale that adapts lets float16 gradients overflow on purpose."""
+
+IN_A_STORE = "a URL of an object store as run.output_dir"
 
 
 @dataclass
@@ -32,7 +36,36 @@ class RunConfig(ConfigSection):
         "the recipe's name.",
     )
     output_dir: str = option(
-        "runs", SAFE, bound=PATH, common=True, needs="run.name", help="Where run directories are created."
+        "runs",
+        SAFE,
+        bound=PATH,
+        common=True,
+        needs="run.name",
+        help="Where run directories are created. The URL of an object store (s3://bucket/runs, gs://, az://, file://) "
+        "mirrors what the run writes in `scratch_dir`.",
+    )
+    scratch_dir: str | None = option(
+        None,
+        SAFE,
+        bound=PATH,
+        needs=IN_A_STORE,
+        help="Local directory in which runs work whose `output_dir` is a URL; all ranks must see it. None is "
+        "`~/.cache/onstep/stores`.",
+    )
+    scratch_gib: float | None = option(
+        None,
+        SAFE,
+        bound="> 0",
+        needs=IN_A_STORE,
+        help="Size in GiB beyond which the oldest local checkpoints are deleted, also while the object store cannot be "
+        "reached; the newest stays, and one more while it is uploaded. None keeps what retention keeps.",
+    )
+    lease_seconds: float = option(
+        60.0,
+        SAFE,
+        bound=SECONDS,
+        needs=IN_A_STORE,
+        help="Seconds without a sign of life after which another machine may take over a run in an object store.",
     )
     recipe: str | None = option(None, SAFE, help="Name of the recipe that this configuration is based on.")
     fresh: bool = option(False, SAFE, needs="run.name", help="Start a new run `<name>-2` if a run of this name exists.")
@@ -62,6 +95,22 @@ class RunConfig(ConfigSection):
         "machine; false starts it all the same.",
     )
     save_weights: bool = option(True, SAFE, help="Write the final weights to `<run>/model` as safetensors.")
+
+    @property
+    def is_in_store(self) -> bool:
+        """Whether run directories are mirrored in an object store."""
+        return is_url(self.output_dir)
+
+    @property
+    def place(self) -> str:
+        """The path or URL of the run's directory, for words."""
+        name = str(self.name)
+        return joined(self.output_dir, name) if self.is_in_store else str(Path(self.output_dir, name))
+
+    @property
+    def local_output_dir(self) -> Path:
+        """Where run directories are on this machine."""
+        return local_place(self.output_dir, self.scratch_dir) if self.is_in_store else Path(self.output_dir)
 
 
 @dataclass
@@ -102,8 +151,52 @@ class DistributedInitConfig(ConfigSection):
 
 @dataclass
 class DistributedDataParallelConfig(ConfigSection):
-    """Plain data parallelism (torch's DistributedDataParallel)."""
+    """Data parallelism of whole models: torch's DistributedDataParallel, or ranks that divide the updates."""
 
+    use_distributed_optimizer: bool = option(
+        False,
+        SAFE,
+        known_as=("zero_optimization", "zero_stage"),
+        help="Divide the updates of a whole model, and the state of its optimizer, between the ranks (ZeRO-1): each "
+        "updates some rows of each parameter, and then gathers those of the others.",
+    )
+    overlap_grad_reduce: bool = option(
+        False,
+        SAFE,
+        needs="ddp.use_distributed_optimizer=true",
+        help="Begin to sum the gradients of a bucket over the ranks during the backward pass, as soon as it is full; "
+        "false does so after it. Without ddp.use_distributed_optimizer, sums overlap with the backward pass in any "
+        "case.",
+    )
+    overlap_param_gather: bool = option(
+        False,
+        SAFE,
+        needs="ddp.use_distributed_optimizer=true",
+        help="Gather updated parameters during the next forward pass, in which each module waits for its own; false "
+        "waits for all of them after the update.",
+    )
+    fp8_param_gather: bool = option(
+        False,
+        TRAJECTORY,
+        effect="the forward pass reads weights in another precision from here on",
+        only_with="ddp.use_distributed_optimizer=true",
+        help="Gather the rows of matrices in MXFP8, about 1.03 bytes for each number: the model has what is left of "
+        "them in its own type, and each rank float32 masters of the rows that it updates, which checkpoints save.",
+    )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = option(
+        False,
+        SAFE,
+        only_with="ddp.fp8_param_gather=true",
+        help="Let what is gathered in MXFP8 arrive in the memory of the gradients, which is cleared then; false "
+        "allocates memory for it.",
+    )
+    num_distributed_optimizer_instances: int = option(
+        1,
+        SAFE,
+        bound=Bound("from 1 to 1,048,576", lambda number: 1 <= number <= 1 << 20),
+        needs="ddp.use_distributed_optimizer=true",
+        help="Groups of ranks that divide the updates each for itself; it divides the number of ranks.",
+    )
     bucket_cap_mb: float = option(
         25.0,
         SAFE,

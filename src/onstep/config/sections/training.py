@@ -182,11 +182,18 @@ class TrainingConfig(ConfigSection):
         bound=MINUTES,
         help="Save and exit after this many minutes by the clock of rank 0; the same command continues the run.",
     )
+    exit_margin_seconds: float | None = option(
+        60.0,
+        SAFE,
+        bound=SECONDS,
+        help="In a SLURM job: save and exit with code 75 so early that this many seconds of it are left when "
+        "the checkpoint is written, by the longest save and step so far; None waits for a signal.",
+    )
     exit_signal_handler: bool = option(
         True, SAFE, help="Handle `exit_signals`: save one checkpoint on all ranks and exit with code 75."
     )
     exit_signals: list[str] = option(
-        ["SIGTERM", "SIGINT", "SIGUSR1"],
+        ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"],
         SAFE,
         needs="train.exit_signal_handler=true",
         help="Names of the signals that ask a run to save and exit.",

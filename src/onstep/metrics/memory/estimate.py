@@ -7,10 +7,12 @@ from typing import Any
 
 from onstep.metrics.memory.activations import MicroBatch, micro_batch
 from onstep.metrics.memory.counts import WeightCounts
-from onstep.metrics.memory.storage import UPDATED_AT_ONCE, Storage, optimizer_bytes
+from onstep.metrics.memory.storage import Storage, optimizer_bytes, update_bytes
 from onstep.metrics.model_shape import ModelShape
 
 _MIB = 1024**2
+_SUMS_AT_ONCE = 4
+"""Buckets that are summed at once after a backward pass: see `distributed/buffered.py`."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int 
 
     Weights, gradients and optimizer state are exact, in the precision that the configuration gives each of them, and
     divided by `parallel.data_parallel_shard_size`; beside its shards, a rank holds the layers that it has gathered.
+    With `ddp.use_distributed_optimizer`, masters and state are divided, and gradients are whole, beside their sums.
     Activations assume attention that stores no scores. Buffers of data parallelism, memory fragmentation and the
     kernels' workspace come on top.
 
@@ -101,16 +104,24 @@ def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBa
     shards = _shards(cfg, ranks)
     if shards > 1:
         needs = _gathering(cfg, counts, storage, needs)
-    gradients, trained, frozen, masters, optimizer = (
-        -(-size // shards)
-        for size in (
-            storage.gradients * counts.trained,
-            storage.trained * counts.trained,
-            storage.frozen_bytes(counts),
-            storage.masters * counts.trained,
-            optimizer_bytes(cfg.optimizer, counts, storage.state),
-        )
+    whole = storage.gradients * counts.trained
+    gradients, trained, frozen = (
+        -(-size // shards) for size in (whole, storage.trained * counts.trained, storage.frozen_bytes(counts))
     )
+    divides, parts = _divides_updates(cfg, ranks), shards
+    if divides:
+        parts = max(1, ranks // cfg.ddp.num_distributed_optimizer_instances)
+        gradients += -(-whole // parts)
+    masters, optimizer = (
+        -(-size // parts)
+        for size in (storage.masters * counts.trained, optimizer_bytes(cfg.optimizer, counts, storage.state))
+    )
+    update = update_bytes(cfg.optimizer, counts, storage, parts)
+    if divides:
+        at_once = whole if cfg.ddp.overlap_grad_reduce else _SUMS_AT_ONCE * cfg.ddp.bucket_cap_mb * _MIB
+        received = 0 if storage.summed == storage.gradients else 1 / parts  # a sum in its own type is there already
+        of_each = storage.summed * (storage.summands + received)
+        update = max(update, int(min(whole, at_once) / storage.gradients * of_each))
     return MemoryEstimate(
         num_parameters=counts.total,
         num_trainable=counts.trained,
@@ -127,7 +138,7 @@ def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBa
         + frozen
         + masters
         + optimizer
-        + _peak(cfg, counts, storage, needs, gradients, accumulates(cfg, ranks)),
+        + _peak(cfg, counts, storage, needs, gradients, update, divides or accumulates(cfg, ranks)),
         on_host=needs.on_host,
     )
 
@@ -155,18 +166,24 @@ def _brought_back(cfg: Any, needs: MicroBatch) -> int:
     return needs.layer if cfg.model.recompute_granularity is not None or cfg.model.offload_activations else 0
 
 
+def _divides_updates(cfg: Any, ranks: int) -> bool:
+    """Whether ranks divide the updates of a whole model."""
+    return bool(cfg.ddp.use_distributed_optimizer and (ranks > 1 or cfg.ddp.fp8_param_gather))
+
+
 def _peak(
-    cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBatch, gradients: int, has_earlier: bool
+    cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBatch, gradients: int, update: int, has_earlier: bool
 ) -> int:
     """The most bytes that exist at once beside what is held between steps.
 
     Args:
-        has_earlier: whether the gradients of an earlier micro-batch exist.
+        update: what exists during the sums over ranks and the update only.
+        has_earlier: whether the gradients of an earlier micro-batch, or their buffers, exist.
     """
     head = counts.head[0] * counts.head[1] * storage.gradients
     before = gradients if has_earlier else 0
     loss = before + needs.copies + needs.activations + needs.logits
-    update = gradients + storage.update * min(counts.trained, UPDATED_AT_ONCE)
+    update += gradients
     of_layer = needs.copies_of_layer + needs.temporary
     last_layer = before + of_layer + needs.activations + _brought_back(cfg, needs)
     first_layer = of_layer + needs.layer

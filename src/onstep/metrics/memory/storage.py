@@ -35,6 +35,10 @@ class Storage:
     """Whether the results of norms are cast, once for each product: by autocast, or by LoRA to its own type."""
     has_fused_norms: bool
     """Whether one kernel computes a norm, as on a GPU."""
+    summed: int
+    """Of each gradient in a sum over the ranks that divide updates."""
+    summands: int
+    """The copies of a gradient whose sum is in flight: what is sent and, on a CPU, what is received."""
 
     @classmethod
     def of(cls, cfg: Any, device: str | None = None) -> Storage:
@@ -48,18 +52,21 @@ class Storage:
         trained = HALF if is_low else FLOAT32
         frozen = HALF if is_low or cfg.mixed_precision == "bf16_mixed" else FLOAT32
         product = HALF if is_low or cfg.mixed_precision is not None else FLOAT32
+        is_gpu = (device or cfg.dist.device or "cuda").startswith("cuda")
         return cls(
             trained=trained,
             frozen=frozen,
             quantization=peft.base_quantization if peft.peft_scheme is not None else None,
-            masters=HALF if keeps_remainders else 0,
+            masters=HALF if keeps_remainders else FLOAT32 if cfg.ddp.fp8_param_gather else 0,
             gradients=trained,
-            state=FLOAT32 if has_masters or not is_low else HALF,
+            state=_state_bytes(optimizer) if has_masters or not is_low else HALF,
             update=_update_bytes(optimizer) if is_low else 0,
             product=product,
             residual=trained if peft.peft_scheme is None else frozen,
             casts_inputs=product < trained,
-            has_fused_norms=(device or cfg.dist.device or "cuda").startswith("cuda"),
+            has_fused_norms=is_gpu,
+            summed=HALF if cfg.ddp.grad_reduce_in_bf16 else FLOAT32 if cfg.ddp.grad_reduce_in_fp32 else trained,
+            summands=1 if is_gpu else 2,
         )
 
     def frozen_bytes(self, counts: WeightCounts) -> int:
@@ -77,11 +84,37 @@ UPDATED_AT_ONCE = 3 * 2**20
 """Number of bfloat16 weights that are updated at once, at most: see `optim/low_precision.py`."""
 
 
+def update_bytes(optimizer: Any, counts: WeightCounts, storage: Storage, parts: int) -> int:
+    """Bytes that exist during an update only.
+
+    Ranks that divide the updates exchange the matrices of Muon all at once: of its rows, a rank has the update, what it
+    sends and gets in the type of the gradient, and the results of as many rows, those it sends and those it gets in
+    that of the iteration. Of bfloat16 weights it has weights, gradients and state in float32 besides.
+
+    Args:
+        parts: the ranks that divide the updates.
+        optimizer: the section of the configuration.
+        counts: the numbers of weights.
+        storage: their bytes.
+    """
+    if optimizer.optimizer != "muon" or parts == 1:
+        return storage.update * min(counts.trained, UPDATED_AT_ONCE)
+    iterates_in = FLOAT32 if optimizer.muon_fp32_matmul_prec == "highest" else HALF
+    converted = 2 * FLOAT32 + 2 * (FLOAT32 - storage.state) if storage.update else 0
+    return (3 * (FLOAT32 + iterates_in) + converted) * (counts.added or counts.muon) // parts
+
+
 def _update_bytes(optimizer: Any) -> int:
     """Weight and gradient in float32, the bits that are rounded, and without masters the state in float32."""
     if optimizer.main_params_dtype == "float32":
         return 16
     return {"stochastic": 22, "kahan": 26, "nearest": 16}[optimizer.rounding]
+
+
+def _state_bytes(optimizer: Any) -> int:
+    """Bytes of a value of the state, the mean of AdamW's two."""
+    types = [getattr(optimizer, name, "float32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    return sum(HALF if one == "bfloat16" else FLOAT32 for one in types) // 2
 
 
 def optimizer_bytes(optimizer: Any, counts: WeightCounts, size: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onstep.distributed.shard_sums import ShardSums
-from onstep.distributed.shards import Split, is_sharded, local_part, split_of
+from onstep.distributed.shards import Split, is_sharded, local_part, split_of, updated_shard
 from onstep.metrics.norms.named_parameters import Model, measurable_parameters, named_parameters, reshard
 
 _NONE = -1.0
@@ -126,7 +126,7 @@ def local_norms(tensors: Mapping[str, Tensor], order: float = 2.0) -> LocalNorms
         return LocalNorms(tuple(tensors), torch.stack([value.to(home) for value in values]), order)
 
 
-def full_norms(local: LocalNorms, model: Model) -> dict[str, float]:
+def full_norms(local: LocalNorms, model: Model, *, are_of_gradients: bool = False) -> dict[str, float]:
     """The norms of full tensors by name, from the shards of each rank. Synchronizes with the device once.
 
     Collective if parameters of `model` are DTensors, also for a rank without norms. Tensors that no rank has are
@@ -134,11 +134,18 @@ def full_norms(local: LocalNorms, model: Model) -> dict[str, float]:
 
     Args:
         local: norms of tensors that are sharded like the parameters of these names.
+        model: the model.
+        are_of_gradients: whether they are norms of gradients, which may be in shards where parameters are whole.
     """
-    if not local.names and not is_sharded(named_parameters(model).values()):
+    known = named_parameters(model)
+    if are_of_gradients:
+        known = {name: updated_shard(one) for name, one in known.items()}
+    if not local.names and not is_sharded(known.values()):
         return {}
     reshard(model)
     parameters = measurable_parameters(model)
+    if are_of_gradients:
+        parameters = {name: updated_shard(one) for name, one in parameters.items()}
     names = [*parameters, *(name for name in local.names if name not in parameters)]
     sums = ShardSums([split_of(parameters[name]) if name in parameters else Split() for name in names])
     if not sums.has_others:

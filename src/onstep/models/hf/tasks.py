@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -155,9 +156,10 @@ def evaluate_tasks(settings: TaskSettings, model: Any, **arguments: Any) -> dict
         OnstepError: if the evaluation fails, with lm-eval's reason.
     """
     lm_eval = import_lm_eval()
-    # git prints an error outside of a repository, and nothing here reads its result
+    # git prints an error outside of a repository, pip and 30 other programs take seconds, and nothing here reads them
     without_git = replaced(lm_eval.evaluator, "get_git_commit_hash", lambda: None)
-    with _quiet(), without_git, no_foreign_code(lm_eval, is_trusted=settings.trust_task_code):
+    without_programs = replaced(lm_eval.evaluator, "add_env_info", _note_version)
+    with _quiet(), without_git, without_programs, no_foreign_code(lm_eval, is_trusted=settings.trust_task_code):
         manager, tasks = load_tasks(settings)
         if "tokenizer" in arguments and not isinstance(arguments["tokenizer"], str):
             arguments["tokenizer"] = copy.deepcopy(arguments["tokenizer"])  # it is given a padding token
@@ -181,6 +183,10 @@ def evaluate_tasks(settings: TaskSettings, model: Any, **arguments: Any) -> dict
                 "check that the model has a tokenizer and is one that generates text."
             ) from error
     return results_of(results, settings.limit)
+
+
+def _note_version(results: dict[str, Any]) -> None:
+    results["lm_eval_version"] = version("lm_eval")
 
 
 def results_of(results: Mapping[str, Any], limit: float | None = None) -> dict[str, TaskResult]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
@@ -74,11 +75,13 @@ def is_recomputing() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+@_disable_dynamo
 def with_auxiliary_loss(x: Tensor, loss: Tensor, step: RoutingStep) -> Tensor:
     """`x` unchanged; its backward pass adds the gradient of `loss * step.loss_scale`.
 
     The scale is read in the backward pass, so it may depend on what the loss function determined. The function is in
-    the graph once, however often activation checkpointing repeats the forward pass.
+    the graph once, however often activation checkpointing repeats the forward pass. It is not compiled, which would
+    read the scale in the forward pass.
 
     Args:
         loss: a 0-d tensor.

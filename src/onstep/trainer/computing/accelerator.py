@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from onstep.config import DistributedInitConfig
-from onstep.distributed import World, open_world
+from onstep.distributed import World, keep_world, open_world
+from onstep.distributed.buffered import BufferedDataParallel
 from onstep.distributed.shards import is_sharded, whole
 from onstep.optim import LossScaler, TrainingOptimizer, clip_grad_norm
 from onstep.train_state import StateDict
@@ -208,7 +209,7 @@ class Accelerator(AcceleratorAnswers):
         inner = model if compiled is None else compiled.get_submodule("_orig_mod")
         if compiled is not None and keep_torch_compile and not isinstance(inner, DistributedDataParallel):
             return compiled
-        while isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
+        while isinstance(inner, (DistributedDataParallel, nn.DataParallel, BufferedDataParallel)):
             inner = inner.module
         return inner
 
@@ -288,7 +289,7 @@ class Accelerator(AcceleratorAnswers):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[object]:
         """Context in which backward passes do not exchange gradients."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        return model.no_sync() if isinstance(model, (DistributedDataParallel, BufferedDataParallel)) else nullcontext()
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the global norm of gradients, and return it as it was; float16's loss scale does not count.
@@ -357,5 +358,6 @@ class Accelerator(AcceleratorAnswers):
                 DistributedInitConfig(device=self.device.type, distributed_backend=self._trainer.args.ddp_backend),
                 self._trainer.args.parallel_sizes,
             )
-            atexit.register(world.close)
+            if not keep_world(world):
+                atexit.register(world.close)
         return world

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -23,7 +24,7 @@ from onstep.distributed.shards import is_in_shards, whole
 from onstep.errors import ConfigError, MainOnlyError
 from onstep.events.context import unwrap
 from onstep.models import Transformer, hf_obstacle, save_hf
-from onstep.models.deferred import gathered
+from onstep.models.deferred import gathered, value_of
 from onstep.models.hf.family_directory import save_pretrained
 from onstep.models.hf.weight_files import write_weights
 from onstep.train_state import StateDict
@@ -65,14 +66,19 @@ class SavingMethods(StateFileMethods):
             )
         directory = str(self.args.output_dir) if output_dir is None else output_dir
         in_parts = is_in_shards(self.model)
-        if in_parts and overrides(self, "_save"):
-            weights = whole_weights(self.model, keeps=self.args.should_save)
-            if self.args.should_save:
-                self._save_alone(directory, state_dict=weights)
-        elif in_parts:
-            self._save(directory)
-        elif self.args.should_save:
-            self._save_alone(directory)
+        with self._weights_at_rest():
+            if in_parts and overrides(self, "_save"):
+                weights = whole_weights(self.model, keeps=self.args.should_save)
+                if self.args.should_save:
+                    self._save_alone(directory, state_dict=weights)
+            elif in_parts:
+                self._save(directory)
+            elif self.args.should_save:
+                self._save_alone(directory)
+
+    def _weights_at_rest(self) -> AbstractContextManager[None]:
+        """Context in which no weight of a running training is being gathered."""
+        return nullcontext() if self.global_state is None else self.global_state.features.pause("export")
 
     def _save_alone(self, directory: str, **weights: StateDict) -> None:
         """Call `_save`, or its override, on rank 0, where a collective in it raises on all ranks."""
@@ -117,7 +123,7 @@ class SavingMethods(StateFileMethods):
             )
         directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{state.train_state.step}")
         with being_written(directory, is_main=state.world.is_main):
-            if overrides(self, "save_model") or overrides(self, "_save") or writes_whole_weights(self.args):
+            if overrides(self, "save_model") or overrides(self, "_save") or writes_weights_beside(model, self.args):
                 self.save_model(directory, _internal_call=True)
             self.save_states(directory)
             write()
@@ -247,8 +253,9 @@ def _not_made(directory: Path) -> ConfigError | None:
 
 def _save_shards(module: nn.Module, directory: Path, *, writes: bool) -> None:
     """Write a model that is sharded over ranks, one tensor at a time. Collective."""
-    bases = {base.__module__.partition(".")[0] for base in type(module).__mro__}
-    if "transformers" in bases:
+    if is_of(module, "peft"):
+        _save_adapters(module, directory, writes=writes)
+    elif is_of(module, "transformers"):
         save_pretrained(module, directory, writes=writes)
     elif hasattr(module, "save_pretrained"):
         weights = whole_weights(module, keeps=writes)
@@ -267,6 +274,39 @@ def _save_shards(module: nn.Module, directory: Path, *, writes: bool) -> None:
         }
         kept = {name: gathered(tensor) for name, tensor in module.state_dict().items() if name not in tied}
         write_weights(kept, directory, sys.maxsize, metadata=tied, writes=writes)
+
+
+def _save_adapters(module: Any, directory: Path, *, writes: bool) -> None:
+    """Write the adapters of a sharded model of `peft`; their weights alone are gathered. Collective."""
+    from peft import get_peft_model_state_dict
+
+    state = {name: gathered(tensor) for name, tensor in module.state_dict().items()}
+    saved = {
+        id(tensor)
+        for adapter in module.peft_config
+        for tensor in get_peft_model_state_dict(module, state_dict=state, adapter_name=adapter).values()
+    }
+    weights = {}
+    for name, tensor in state.items():
+        value = value_of(tensor) if id(tensor) in saved else None
+        if writes and value is not None:
+            weights[name] = value
+    if writes:
+        module.save_pretrained(directory, state_dict=weights)
+
+
+def writes_weights_beside(model: nn.Module | None, args: TrainingArguments) -> bool:
+    """Whether each checkpoint of a sharded model also has files of weights that other programs read.
+
+    Those of adapters are small, so that checkpoints always have them.
+    """
+    is_adapted = model is not None and is_of(unwrap(model), "peft")
+    return writes_whole_weights(args) or (is_adapted and model is not None and is_in_shards(model))
+
+
+def is_of(module: nn.Module, package: str) -> bool:
+    """Whether a module's class, or one that it derives from, is of a package."""
+    return package in {base.__module__.partition(".")[0] for base in type(module).__mro__}
 
 
 def whole_weights(model: nn.Module, *, keeps: bool) -> StateDict:

@@ -11,13 +11,13 @@ from pathlib import Path
 from torch import nn
 
 from onstep.distributed import on_main
-from onstep.distributed.shards import is_in_shards
+from onstep.distributed.shards import is_in_shards, is_sharded
 from onstep.errors import DataError
 from onstep.events import TrainerState
 from onstep.events.context import unwrap
 from onstep.record.kinds import Metrics
 from onstep.trainer.methods import TrainerMethods
-from onstep.trainer.methods.saving import write_arguments
+from onstep.trainer.methods.saving import is_of, write_arguments
 from onstep.training.run import Run
 from onstep.training.runs.run_dir import RunDir, next_free
 
@@ -102,10 +102,12 @@ def _write_records(trainer: TrainerMethods, state: str, directory: Path) -> None
 def _write_configuration(model: nn.Module | None, directory: Path) -> None:
     """Write what `from_pretrained` needs beside the weights of a `transformers` model, or of its adapter."""
     module = unwrap(model)
-    bases = {base.__module__.partition(".")[0] for base in type(module).__mro__}
-    if "peft" in bases:
-        module.save_pretrained(directory)
-    elif "transformers" in bases:
+    if module is None:
+        return
+    if is_of(module, "peft"):
+        if not is_sharded(module.parameters()):  # all ranks have written them already: `writes_weights_beside`
+            module.save_pretrained(directory)
+    elif is_of(module, "transformers"):
         config = copy.deepcopy(module.config)
         config.architectures = [type(module).__name__]
         config.dtype = str(module.dtype).removeprefix("torch.")

@@ -6,12 +6,14 @@ import functools
 import logging
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
 
+from onstep.config import TrainingArguments
 from onstep.config.field_types import accepts_text
 from onstep.config.hf.argument import argument_of
+from onstep.config.hf.sharding import written_names
 from onstep.config.keys import KEYS
 from onstep.errors import OnstepError, of_exhausted_iterator
 
@@ -32,7 +34,7 @@ def errors_name_arguments(method: Callable[Concatenate[Self, P], T]) -> Callable
                 return method(self, *args, **kwargs)
             except OnstepError as error:
                 if error.args and isinstance(error.args[0], str):
-                    error.args = (in_arguments(error.args[0], _overridden(self)), *error.args[1:])
+                    error.args = (in_arguments(error.args[0], _names(self)), *error.args[1:])
                 raise
             except (RuntimeError, StopIteration) as error:
                 stop = error.__cause__ if isinstance(error, RuntimeError) else error
@@ -54,7 +56,7 @@ class _Records:
         record = self.make(name, *args, **kwargs)
         if name.startswith("onstep."):
             said = record.getMessage()
-            text = in_arguments(said, _overridden(self.trainer))
+            text = in_arguments(said, _names(self.trainer))
             if text != said:
                 record.msg, record.args = text, ()
         return record
@@ -76,8 +78,10 @@ class _Records:
                 logging.setLogRecordFactory(before)
 
 
-def _overridden(trainer: object) -> Collection[str]:
-    return getattr(getattr(trainer, "args", None), "config_overrides", None) or ()
+def _names(trainer: object) -> Mapping[str, str]:
+    """What the arguments of a Trainer call the keys that they set in more than one way."""
+    args = getattr(trainer, "args", None)
+    return written_names(args) if isinstance(args, TrainingArguments) else {}
 
 
 _OWN_WORDS = {
@@ -91,10 +95,10 @@ _OWN_WORDS = {
 """What the functional door calls an object or a parameter, and what a Trainer's user passes or overrides instead."""
 
 
-def in_arguments(text: str, overridden: Collection[str] = ()) -> str:
+def in_arguments(text: str, names: Mapping[str, str]) -> str:
     """The text with every key of the configuration replaced by its argument; `key=word` becomes `argument='word'`.
 
-    Keys that are `overridden` have no other argument. A text that speaks of `config_overrides` is written for the
+    Keys in `names` are called so. A text that speaks of `config_overrides` is written for the
     Trainer, and stays. What the functional door names its own way (`collate_fn`) becomes an argument too.
     """
 
@@ -102,7 +106,7 @@ def in_arguments(text: str, overridden: Collection[str] = ()) -> str:
         own, key, equals, word = found.groups(default="")
         if own:
             return _OWN_WORDS[own]
-        name = f"config_overrides[{key!r}]" if key in overridden else argument_of(key)
+        name = names.get(key) or argument_of(key)
         equals = " = " if equals and " " in name else equals
         return name + equals + _as_value(key, word)
 

@@ -40,6 +40,8 @@ class InputCounts(Callback):
         kind: `include_num_input_tokens_seen`: no | all | non_padding.
     """
 
+    reads_weights = False
+
     def __init__(self, trainer: Counted, run: Run, *, kind: str, counts_flops: bool, tracks: bool) -> None:
         self._trainer, self._run, self._kind, self._counts_flops = trainer, run, kind, counts_flops
         self._tracks = tracks

@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from onstep.checkpoint import RngState
 from onstep.distributed import World, no_sync
 from onstep.distributed.exchanges import own_gradients
@@ -124,7 +122,7 @@ def _bad_gradients(job: Job, step: Step, sample_ids: list[list[int]] | None) -> 
         logger.warning("the gradients of the bad step could not be recomputed: %s: %s", type(error).__name__, error)
         return []
     finally:
-        _drop_gradients(job.model)
+        _drop_gradients(job)
     return [
         BadSamples(
             world.rank,
@@ -143,7 +141,7 @@ def _gradient_norms(job: Job, step: Step) -> Iterator[float]:
     model, forward, backward = job.model, forward_of(job), backward_of(job)
     iterator = MicroBatches(step.batches, job.run.world.device)
     for index in range(len(iterator)):
-        _drop_gradients(model)
+        _drop_gradients(job)
         batch = iterator.stage(index)
         with no_sync(model), own_gradients(job.sharded) as squares:
             micro = forward(iterator, batch, step.batches.is_filler[index])
@@ -154,7 +152,9 @@ def _gradient_norms(job: Job, step: Step) -> Iterator[float]:
             yield float(clip_grad_norm((named for chunk in model for named in chunk.named_parameters()), math.inf))
 
 
-def _drop_gradients(model: list[nn.Module]) -> None:
-    for chunk in model:
+def _drop_gradients(job: Job) -> None:
+    for chunk in job.model:
         for parameter in chunk.parameters():
             parameter.grad = None
+    for chunk in job.chunks_with_buffers:  # which add to what they hold
+        chunk.zero_grad_buffer()

@@ -158,6 +158,28 @@ class AnomalyGate(Feature[Job]):
         if self._found is not None:
             self._conclude(self._found)
 
+    def end_alone(self, step: Step) -> bool:
+        """Apply the policy to a step that is trained without `train()`, whose caller counts and decides. Collective.
+
+        Returns:
+            Whether the training is to end, by the policy `stop`. The next update is applied, also after an error.
+
+        Raises:
+            NonFiniteError: with the policy `raise`.
+            AnomalyError: for a spike, with the policy `raise`.
+        """
+        try:
+            self.after_train_step(step)
+        finally:
+            found, self._found = self._found, None
+            if found is not None:
+                self._gate.reset()
+        if found is None:
+            return False
+        if self._state.world.is_main:
+            logger.warning("%s; the update was left out (%s)", found, found.action)
+        return found.action == "stop"
+
     def settle(self) -> None:
         """Read from the device whether a step was bad, waiting for it."""
         self.check(wait=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.config.suggestions import listed
+from onstep.distributed.buffered import BufferedDataParallel
 from onstep.distributed.data_parallel import FixedBuckets
 from onstep.distributed.gradient_exchange import LocalGradients, Noted, notes_of
 from onstep.distributed.shards import local_part
@@ -34,7 +35,7 @@ class Found(NamedTuple):
 
 def _notes_of(chunk: nn.Module) -> LocalGradients | None:
     """What a wrapper notes of gradients before the ranks exchange them; None if it does not."""
-    return chunk.notes if isinstance(chunk, FixedBuckets) else None
+    return chunk.notes if isinstance(chunk, FixedBuckets | BufferedDataParallel) else None
 
 
 class GradientChecks(Feature[Job]):

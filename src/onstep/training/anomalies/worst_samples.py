@@ -36,11 +36,13 @@ class WorstSample:
     """Its mean loss."""
     share: float
     """Of the step's loss: what it adds to the sum, divided by that of all samples."""
+    place: str = ""
+    """The rank by its coordinates."""
 
     def __str__(self) -> str:
         name = f"sample {self.sample_id}"
         if self.sample_id is None:
-            name = f"rank {self.rank}, micro-batch {self.micro_batch}, row {self.row}"
+            name = f"{self.place or f'rank {self.rank}'}, micro-batch {self.micro_batch}, row {self.row}"
         return f"{name} (loss {self.loss:.4g}, {self.share:.0%} of the step's)"
 
 
@@ -77,7 +79,7 @@ def find_worst_samples(job: Job, step: Step) -> list[WorstSample]:
     by_rank = world.data.gather(own)
     whole = sum(total for one in by_rank for *_, total, _ in one if math.isfinite(total)) or math.nan
     found = [
-        WorstSample(rank, number, row, sample_id, total / (weight or 1.0), total / whole)
+        WorstSample(rank, number, row, sample_id, total / (weight or 1.0), total / whole, world.place(rank))
         for rank, one in enumerate(by_rank)
         for number, row, sample_id, total, weight in one
     ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from onstep.checkpoint import ModelState
 from onstep.checkpoint.states import NAMES_SHOWN
 from onstep.config.suggestions import listed
-from onstep.distributed.shards import is_sharded
+from onstep.distributed.shards import is_sharded, model_parameter
 from onstep.errors import CheckpointError
 from onstep.train_state import StateDict
 from onstep.training.protocols import UserOptimizer
@@ -112,7 +112,7 @@ class OptimizerState:
                 of_model[param] = name if short in taken else short
                 taken.add(of_model[param])
         others = (name for number in count() if (name := f"{_NOT_OF_THE_MODEL}.{number}") not in taken)
-        return {param: of_model.get(param) or next(others) for param in dict.fromkeys(params)}
+        return {param: of_model.get(model_parameter(param)) or next(others) for param in dict.fromkeys(params)}
 
     def _by_number(self, state_dict: StateDict, params: Mapping[int, Tensor]) -> StateDict:
         """A state by name in the order of the optimizer's groups."""
@@ -148,7 +148,7 @@ class OptimizerState:
 
     def _numbers_of(self, saved: list[list[str]], own: list[list[int]], params: Mapping[int, Tensor]) -> dict[str, int]:
         """The number of each saved name that is known."""
-        numbers = {param: number for number, param in params.items()}
+        numbers = {one: number for number, param in params.items() for one in (param, model_parameter(param))}
         everywhere: dict[str, Tensor] = {name: param for param, name in self._names(params.values()).items()}
         for name, param in self._model.named_parameters():
             for known in (name, without_wrappers(name), _inner(name)):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from onstep.distributed.shards import model_parameter
 from onstep.errors import CheckpointError
 from onstep.optim import TrainingOptimizer
 from onstep.train_state import StateDict
@@ -17,7 +18,9 @@ def other_weights(model: Sequence[nn.Module], optimizer: object) -> list[nn.Para
     if not isinstance(optimizer, TrainingOptimizer):  # others may have copies of the model's, which they save
         return []
     of_model = {param for module in model for param in module.parameters()}
-    return [param for group in optimizer.param_groups for param in group["params"] if param not in of_model]
+    return [
+        param for group in optimizer.param_groups for param in group["params"] if model_parameter(param) not in of_model
+    ]
 
 
 class OtherWeights:

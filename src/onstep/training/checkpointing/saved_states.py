@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping
@@ -12,9 +13,11 @@ from onstep.checkpoint import ModelState, RngState, SharingPattern, StateCompone
 from onstep.checkpoint.components import make_durable
 from onstep.config import CheckpointConfig
 from onstep.data import StepSource
+from onstep.distributed.buffered import buffered_chunks
 from onstep.distributed.shards import is_sharded
 from onstep.errors import CheckpointError
 from onstep.events import Dispatcher
+from onstep.events.context import unwrap
 from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.callback_states import CallbackStates
 from onstep.training.checkpointing.optimizer_state import OptimizerState
@@ -68,7 +71,10 @@ class RunComponents:
         parts = [] if loads and callbacks_give_weights(config, self.notify) else [model]
         has_optimizer = (config.load_optim or not self._is_chosen_start) if loads else config.save_optim
         if trained.optimizer is not None and has_optimizer:
-            parts.append(compared("optimizer", OptimizerState(trained.optimizer, trained.model)))
+            part = compared("optimizer", OptimizerState(trained.optimizer, trained.model))
+            if buffered_chunks(trained.model):
+                part.sharing_pattern = SharingPattern.SHARDED
+            parts.append(part)
             if trained.scheduler is not None:
                 parts.append(self.scheduler(trained.scheduler))
         if others := other_weights(trained.model, trained.optimizer):
@@ -76,7 +82,7 @@ class RunComponents:
             of_others = SharingPattern.SHARDED if are_parts else SharingPattern.PER_RANK
             parts.append(StateComponent("other_weights", OtherWeights(others), of_others, required=False))
         parts.append(_replicated("trainer", RunProgress(self.state), required=is_required))
-        return [*parts, _of_the_rank("callbacks", self.callbacks), *self._of_the_user()]
+        return [*parts, _of_the_rank("callbacks", self.callbacks), *self._of_the_user(trained)]
 
     @property
     def _is_chosen_start(self) -> bool:
@@ -136,13 +142,18 @@ class RunComponents:
                 settings,
             )
 
-    def _of_the_user(self) -> list[StateComponent]:
-        """The user's components: a forward step with a state, and the `state_components()` of callbacks."""
+    def _of_the_user(self, trained: Trained) -> list[StateComponent]:
+        """The user's components: a forward step with a state, and the `state_components()` of callbacks.
+
+        That method gets the model if it has a parameter `model`.
+        """
         forward_step = self.state.entry_point.forward_step_func
         parts = [_of_the_rank("forward_step", forward_step)] if has_state(forward_step) else []
         for callback in self.notify.manager.callbacks if self.notify.manager is not None else []:
             of_callback = getattr(callback, "state_components", None)
-            parts += of_callback() if callable(of_callback) else []
+            if callable(of_callback):
+                takes_model = "model" in inspect.signature(of_callback).parameters
+                parts += of_callback(model=unwrap(trained.model[0])) if takes_model else of_callback()
         return parts
 
 

@@ -19,6 +19,8 @@ from onstep.distributed import ParallelSizes, attempt, on_main
 from onstep.errors import CheckpointError, ConfigError
 from onstep.events import Request
 from onstep.events.control import STICKY
+from onstep.mirror.copies import local_checkpoint
+from onstep.stores.urls import is_url
 from onstep.training.run import Run
 from onstep.training.runs.decisions import CHANGED, WITHDRAWN
 from onstep.training.runs.identity import compare, trains_on_others, ways_to_continue
@@ -49,7 +51,9 @@ def asked_start(config: ConfigContainer) -> str | None:
     if checkpoint.finetune and checkpoint.load is not None:  # only its weights are loaded: see pretrained.py
         return None
     step = "" if checkpoint.ckpt_step is None else f" step {checkpoint.ckpt_step}"
-    return f"{Path(checkpoint.load).expanduser().absolute() if checkpoint.load else 'own'}{step}"
+    if checkpoint.load is None or is_url(checkpoint.load):
+        return f"{checkpoint.load or 'own'}{step}"
+    return f"{Path(checkpoint.load).expanduser().absolute()}{step}"
 
 
 def newest_start(state: Run, manager: CheckpointManager) -> CheckpointInfo | None:
@@ -91,6 +95,9 @@ def requested_start(state: Run, root: Path) -> CheckpointInfo | None:
     load = None if config.load is None else Path(config.load).expanduser()
 
     def resolved() -> CheckpointInfo | None:
+        if config.load is not None and is_url(config.load):
+            step = "" if config.ckpt_step is None else f"@{config.ckpt_step}"
+            return resolve(local_checkpoint(config.load + step))
         try:
             return resolve(load or root, step=config.ckpt_step)
         except CheckpointError as error:

@@ -15,12 +15,11 @@ from onstep.checkpoint import (
     CheckpointManager,
     Manifest,
     ModelState,
-    Retention,
     SavedCheckpoint,
     SaveRequest,
     StateComponent,
 )
-from onstep.config import ChangeClass, ConfigContainer
+from onstep.config import ChangeClass
 from onstep.config.differences import of_kind
 from onstep.data import StepSource
 from onstep.errors import CheckpointError
@@ -48,6 +47,7 @@ from onstep.training.protocols import Trained, UserScheduler
 from onstep.training.run import Run
 from onstep.training.runs.claims import Claim
 from onstep.training.runs.decisions import BRANCH, DecisionLog
+from onstep.training.runs.mirrored import retention_of
 from onstep.training.runs.sent_commands import everything_sent, steps_to_keep
 from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.best_metric import note_best_checkpoint
@@ -382,15 +382,3 @@ def _branch_of(manifest: Manifest, most: int) -> int | None:
     """The number of rollbacks before a checkpoint; None if unknown or above `most`."""
     branch = manifest.extra.get(DECISIONS, {}).get(BRANCH)
     return branch if isinstance(branch, int) and branch <= most else None
-
-
-def retention_of(config: ConfigContainer) -> Retention:
-    """The configured retention of checkpoints."""
-    checkpoint, validation = config.checkpoint, config.validation
-    return Retention(
-        most_recent_k=checkpoint.most_recent_k,
-        keep_every_n=checkpoint.keep_every_n,
-        keep_best_n=max(checkpoint.keep_best_n, int(checkpoint.load_best_model_at_end)),
-        metric=validation.metric_for_best_model or "loss",
-        greater_is_better=validation.greater_is_better,
-    )

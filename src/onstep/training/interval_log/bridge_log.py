@@ -44,6 +44,7 @@ class BridgeLog(Feature[Job]):
     def __init__(self, host: Job) -> None:
         super().__init__(host)
         self._state = host.run
+        self.reads_weights = host.run.cfg.logger.log_params_norm
         self._writes = True
         """Whether any rank has a tracker to write to."""
         # two entries make the shortest window

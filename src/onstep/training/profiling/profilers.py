@@ -220,7 +220,7 @@ def initialize_pytorch_profiler(state: Run) -> TorchTrace | None:
     if tensorboard is not None:
         directory = Path(tensorboard).absolute().parent
     else:
-        directory = Path(state.cfg.run.output_dir if state.run_dir is None else state.run_dir.path)
+        directory = state.cfg.run.local_output_dir if state.run_dir is None else state.run_dir.path
     name = f"rank-{rank}.json.gz"
     chakra = directory / "chakra" / name if config.pytorch_profiler_collect_chakra else None
     return TorchTrace(config, directory / "torch_profile" / name, lambda: state.train_state.step, chakra)

@@ -65,6 +65,7 @@ class TrainerControlCallback(TrainerCallback):
         RuntimeError: when training begins, if none of the ports from 8900 to 8999 is free.
     """
 
+    reads_weights = False
     needs_onstep = "its commands are requests to Onstep's loop"
 
     def __init__(

@@ -47,7 +47,10 @@ def write_final_weights(state: Run, write: Callable[[RunDir], None], model: nn.M
     in_parts = model is not None and is_in_shards(model)
     if directory is None or not (world.is_main or in_parts) or not state.cfg.run.save_weights:
         return
-    if state.control.should_abort_without_save or state.exits.decided is not None:
+    leaves = state.control.should_abort_without_save or state.exits.decided is not None
+    if in_parts:  # a callback may have asked for it since the last step, on one rank
+        [leaves] = map(bool, world.agree([int(leaves)]))
+    if leaves:
         return
     try:
         if in_parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -17,7 +18,7 @@ from onstep.config import ConfigContainer, ModelConfig, from_dict
 from onstep.distributed import World, attempt, raise_together
 from onstep.distributed.boxes import Box
 from onstep.errors import ConfigError
-from onstep.models.hf.any_directory import LanguageModel
+from onstep.models.hf.any_directory import LanguageModel, empty_model
 from onstep.models.hf.by_tensor import family_values, hf_values
 from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.hf.documents_probe import small_copy
@@ -28,7 +29,7 @@ from onstep.models.weight_values import Give, GiveAll, Slices, Value, value_of
 from onstep.models.without_values import CannotRedrawError, redraw, without_values
 from onstep.training.setup.checkpoint_models import model_of
 from onstep.training.setup.filling import PendingWeights
-from onstep.training.setup.lora import adapted_names, merged_state_dict, plain_name
+from onstep.training.setup.lora import adapted_names, add_lora, merged_state_dict, plain_name
 from onstep.training.setup.pretrained import PretrainedSource, checked
 from onstep.training.setup.weight_types import type_at_first
 
@@ -60,6 +61,24 @@ def outline_of(
     if config.model.hf_config is None:
         return _own(config, world, source)
     return _of_transformers(config, world, source)
+
+
+def check_blocks(config: ConfigContainer) -> None:
+    """Refuse (ConfigError) blocks that the configured model does not have; done before the ranks meet.
+
+    Args:
+        config: the configuration of a run whose model nothing but LoRA changes.
+    """
+    if config.parallel.data_parallel_shard_size == 1 or config.fsdp.wrap is None:
+        return
+    from onstep.distributed.fully_sharded import blocks_of, check_shared  # importing DTensor costs 0.7 s
+
+    sized = replace(config.model, vocab_size=config.model.vocab_size or 1)  # that of the tokenizer is not known yet
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = empty_model(sized, device="meta")
+        if config.peft.peft_scheme is not None:
+            add_lora(model, config.peft, config.rng.seed)
+    check_shared(model, blocks_of(model, config.fsdp.wrap))
 
 
 def _own(config: ConfigContainer, world: World, source: PretrainedSource | None) -> tuple[Transformer, PendingWeights]:

@@ -10,7 +10,8 @@ from torch import nn
 
 from onstep.config import ConfigContainer, DistributedDataParallelConfig, TrainingConfig
 from onstep.config.suggestions import shown
-from onstep.distributed import World, check_weights, data_parallel
+from onstep.distributed import World, check_ranks, check_weights, data_parallel
+from onstep.distributed.buffered import buffered_data_parallel
 from onstep.distributed.outcomes import together
 from onstep.errors import ConfigError
 from onstep.training.setup.filling import Filling, PendingWeights
@@ -50,6 +51,9 @@ def place(
         compile_in_place(chunks, config.train)
     check_weights(chunks)
     placed = [chunk.to(world.device) for chunk in chunks] if moves else list(chunks)
+    if config.ddp.use_distributed_optimizer and (world.data.size > 1 or ddp.fp8_param_gather):
+        check_ranks(placed, world)
+        return buffered_data_parallel(placed, world, ddp)
     return data_parallel(placed, world, ddp)
 
 

@@ -21,8 +21,10 @@ from onstep.data import tokenizer_in_run
 from onstep.data.corpus.tokenizer_files import tokenizer_in_dir
 from onstep.distributed import World, on_main
 from onstep.errors import ConfigError, MissingWeightsError, RunExistsError
+from onstep.mirror.copies import trained_copy
 from onstep.models.hf.any_directory import LanguageModel, config_of_directory, load_directory
 from onstep.models.quantized_layers import check_installed
+from onstep.stores.urls import is_url
 from onstep.training.runs.identity import changed_tokenizer
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.setup.checkpoint_models import model_of
@@ -158,10 +160,15 @@ def pretrained_path(config: ConfigContainer) -> tuple[Path, int | None] | None:
     """The pretrained weights that the configuration names to start from, and their step; None if it names none."""
     checkpoint = config.checkpoint
     if checkpoint.pretrained_checkpoint is not None:
-        return Path(os.path.expanduser(checkpoint.pretrained_checkpoint)), None
+        return _local(checkpoint.pretrained_checkpoint), None
     if checkpoint.finetune and checkpoint.load is not None and not loads_own(config):
-        return Path(os.path.expanduser(checkpoint.load)), checkpoint.ckpt_step
+        return _local(checkpoint.load), checkpoint.ckpt_step
     return None
+
+
+def _local(place: str) -> Path:
+    """A directory, or the local copy of what a URL names."""
+    return trained_copy(place) if is_url(place) else Path(os.path.expanduser(place))
 
 
 def find_pretrained(config: ConfigContainer) -> PretrainedSource | None:
@@ -331,7 +338,7 @@ def _started_with(config: ConfigContainer) -> ConfigContainer | None:
     """The stored configuration of a run that continues from its own checkpoints; None without any."""
     if config.run.name is None or config.run.fresh:
         return None
-    directory = RunDir(Path(config.run.output_dir) / config.run.name)
+    directory = RunDir(config.run.local_output_dir / config.run.name)
     if not directory.has_checkpoints:
         return None
     try:

@@ -291,7 +291,7 @@ def roll_back(job: Job, request: Request) -> bool:
         return False
     if checkpoints is None or info is None:
         raise rollback.impossible()
-    with _keep_ends(run):
+    with run.features.pause("rollback"), _keep_ends(run):
         checkpoints.restore(info, job.trained)
     rollback.carry_over(progress)
     run.features.room(DecisionLog).branch += 1

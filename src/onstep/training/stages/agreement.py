@@ -32,7 +32,7 @@ def agree(state: Run) -> None:
     writes = checkpoints is not None and checkpoints.is_writing
     if world.size == 1:
         signalled = watch.handler is not None and watch.handler.received
-        if signalled or watch.deadline is not None or watch.straggler:
+        if signalled or watch.straggler or watch.deadline is not None or watch.allocation is not None:
             watch.set_agreed(watch.votes(world.is_main))
         if checkpoints is not None:
             checkpoints.some_rank_writes = writes

@@ -143,7 +143,7 @@ def give_up_on_data(job: Job) -> None:
     run = job.run
     if run.world.size > 1:
         raise Preempted(
-            f"rank {run.world.rank} waited {run.cfg.train.data_timeout} s for data after a signal; the run exits "
+            f"{run.world.place()} waited {run.cfg.train.data_timeout} s for data after a signal; the run exits "
             f"without saving and will continue from its newest checkpoint."
         )
     run.exits.decided = "signal"
@@ -162,10 +162,10 @@ class _FixedPosition:
 
 
 def exit_if_preempted(run: Run) -> None:
-    """End the process if a signal requested it, with the exit code that asks for a restart.
+    """End the process if a signal or the end of its allocation requires it, with the exit code that asks for a restart.
 
     Raises:
         Preempted: a SystemExit with code 75.
     """
-    if run.exits.decided == "signal":
+    if run.exits.is_preempted:
         raise Preempted(f"preempted at step {run.train_state.step}; the same command continues the run")

@@ -268,7 +268,7 @@ def _kept(micro: MicroLoss) -> MicroLoss:
 
 def _is_over_in_time(state: Run) -> bool:
     """Whether a time limit ended an evaluation outside of the training loop; the run then counts as stopped."""
-    if state.exits.decided == "signal":
+    if state.exits.is_preempted:
         return False
     if state.world.is_main:
         print("Exiting during evaluation, timelimit reached", flush=True)  # noqa: T201 - Bridge's line

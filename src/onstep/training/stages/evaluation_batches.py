@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import replace
 from typing import NoReturn
 
+from onstep.config.parallel_sizes import places
 from onstep.data import Batch, EvalLoader, IteratorReader, StepBatches
 from onstep.data.loaders.step_batches import Compared
 from onstep.data.loaders.step_source import only_iterator
@@ -78,15 +79,15 @@ def _checked(world: World, batches: Iterator[StepBatches]) -> Iterator[StepBatch
         num_read += 0 if step is None else step.num_samples or 0
         rows = world.gather_numbers([float(num_read), float(0 if step is None else len(step.micro_batches))])
         if any(row != rows[0] for row in rows):
-            _refuse_differences([int(row[0]) for row in rows], rows)
+            _refuse_differences([int(row[0]) for row in rows], rows, world)
         if step is None:
             return
         yield step
 
 
-def _refuse_differences(samples: list[int], rows: list[list[float]]) -> NoReturn:
+def _refuse_differences(samples: list[int], rows: list[list[float]], world: World) -> NoReturn:
     raise DataError(
-        f"the evaluation data of rank {_ranks_of_least(rows)} ends before that of other ranks (samples up to this "
+        f"the evaluation data of {_ranks_of_least(rows, world)} ends before that of other ranks (samples up to this "
         f"batch, by rank: {samples}); each rank reads the whole and keeps its share, so the data must be the same on "
         "all ranks: pass the same on each; to give each rank samples of its own, return a DataLoader over an iterable "
         "dataset, or with a DistributedSampler, from get_eval_dataloader"
@@ -113,7 +114,7 @@ def _until_the_longest(world: World, batches: Iterator[StepBatches]) -> Iterator
             return
         if number == 0 and not all(counts):
             raise DataError(
-                f"the evaluation data of rank {_ranks_of_least(rows)} has no batch, and that of other ranks has "
+                f"the evaluation data of {_ranks_of_least(rows, world)} has no batch, and that of other ranks has "
                 f"(micro-batches of the first batch, by rank: {counts}); give each rank at least one"
             )
         samples = sum(world.data.one_of_each([row[1] for row in rows]))
@@ -134,5 +135,5 @@ def _filled(step: StepBatches, spare: Batch, count: int) -> StepBatches:
     )
 
 
-def _ranks_of_least(rows: list[list[float]]) -> str:
-    return ", ".join(str(rank) for rank, row in enumerate(rows) if row == min(rows))
+def _ranks_of_least(rows: list[list[float]], world: World) -> str:
+    return places((rank for rank, row in enumerate(rows) if row == min(rows)), world.place)

@@ -37,8 +37,9 @@ class EvaluationInterrupted(Preempted):
 def save_and_decide_exit(run: Run, trained: Trained, reader: Any, flops: float, *, saves_at_end: bool = False) -> bool:
     """Save what is due or requested, and decide whether the process exits now. Collective; it only reads decisions.
 
-    A process that exits (signal, `train.exit_duration_in_mins`, a slow rank with `stop_if_detected`,
-    `train.exit_interval`) saves first, once, if the run has checkpoints and anything has changed since the last one.
+    A process that exits (signal, end of the SLURM job, `train.exit_duration_in_mins`, a slow rank with
+    `stop_if_detected`, `train.exit_interval`) saves first, once, if the run has checkpoints and anything has changed
+    since the last one.
 
     Args:
         run: its `checkpoints` do the writing.
@@ -132,6 +133,8 @@ def announce_exit(state: Run) -> None:
         handler = state.exits.handler
         name = (handler.signal_name if handler is not None else None) or "a signal on another rank"
         text, author = f"exiting program after receiving {name}.", "signal"
+    elif state.exits.decided == "allocation":
+        text, author = f"exiting program before {_allocation(state)} ends.", "SLURM"
     elif state.exits.decided == "duration":
         minutes = (time.time() - state.start_time) / 60
         text, author = f"exiting program after {minutes:.2f} minutes", "exit_duration_in_mins"
@@ -144,6 +147,16 @@ def announce_exit(state: Run) -> None:
     write_decision(state, state.ending.stopped_by)
     if state.world.is_main:
         _say(state, text, reason)
+
+
+def _allocation(state: Run) -> str:
+    """The allocation that ends, and in how many seconds; only rank 0 knows it."""
+    limit = state.exits.allocation
+    return (
+        "the SLURM job"
+        if limit is None
+        else f"SLURM job {limit.allocation.job}, of which {limit.seconds_left:.0f} s are left,"
+    )
 
 
 def _say(state: Run, text: str, reason: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from onstep.distributed.shards import model_parameter
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
 from onstep.metrics.norms.named_parameters import reshard
@@ -112,7 +113,7 @@ def check_trains(groups: Sequence[Mapping[str, Any]], model: list[nn.Module]) ->
     """
     reshard(model)
     own = {id(parameter) for chunk in model for parameter in chunk.parameters()}
-    if own.isdisjoint(id(parameter) for group in groups for parameter in group["params"]):
+    if own.isdisjoint(id(model_parameter(one)) for group in groups for one in group["params"]):
         name = type(unwrap(model[0])).__name__
         raise ConfigError(
             f"the optimizer has no parameter of {name}, so it would train nothing; build it from the parameters of the "

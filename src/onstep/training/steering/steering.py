@@ -188,7 +188,8 @@ class Steering(Feature[Job]):
         commands, self._commands = self._commands, []
         for request in commands:
             try:
-                self.host.notify.on_command(request=request)
+                with self._run.features.pause("generate"):
+                    self.host.notify.on_command(request=request)
             except Exception as error:
                 refuse(self._run, request, named_text(error))
                 raise

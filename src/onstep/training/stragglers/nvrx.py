@@ -128,7 +128,7 @@ class NVRxStragglerDetectionManager:
         for kind, compared in _SLOWER_THAN.items():
             slow = sorted(stragglers[f"straggler_gpus_{kind}"], key=lambda one: one.rank)
             if slow:
-                ranks = ", ".join(f"rank {one.rank} on {one.node}" for one in slow)
+                ranks = ", ".join(f"{self._world.place(one.rank)} on {one.node}" for one in slow)
                 texts.append(f"some GPUs are slower than {compared}: {ranks}")
                 logger.warning("STRAGGLER DETECTION WARNING: %s", texts[-1])
         for kind in self._kinds if config.enable_logging else []:

@@ -150,6 +150,7 @@ class TrajectoryHash(Feature[Job]):
     """Records the trajectory hash of a run, in its directory if it has one."""
 
     name = "certificate"
+    reads_weights = True
     when = "checkpoint.certify"
     collective = True
     has_state = True

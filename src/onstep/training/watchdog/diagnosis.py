@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from onstep.config.parallel_sizes import places
 from onstep.distributed.process_group import says_timeout
 from onstep.training.watchdog.rank_report import FIRST_STEP, Failure, RankReport
 
@@ -23,7 +24,10 @@ ANSWER_SECONDS = 3.0
 _DEADLOCK, _DEADLOCK_IN_SETUP = 0.25, 0.5
 """The share of the limit after which ranks hang that are all in collectives, where nobody can arrive any more."""
 _DEADLOCK_SECONDS = 60.0
-"""But not sooner, unless the limit is shorter: a large collective over a slow network may last."""
+"""But not sooner, unless the limit is shorter: a large collective over a slow network may last. As soon where a
+callback of some ranks only is in a collective."""
+_DIVIDED_SECONDS = 15.0
+"""After which ranks that wait in a collective of a callback, and others elsewhere, are named."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def _diagnose_stalls(
     running = {rank: one for rank, one in running.items() if not one.is_done}
     if not running or any(one.is_debugged for one in running.values()):
         return None
-    fewest = min(one.collectives for one in running.values())
+    fewest, is_divided = min(one.collectives for one in running.values()), _is_divided(running.values())
     all_wait = all(one.is_waiting for one in running.values())
     is_deadlock = all(one.is_in_collective for one in running.values())
     running = with_uneven(running) if all_wait else running
@@ -164,7 +168,7 @@ def _diagnose_stalls(
         if limit is None and stopped_seconds is not None and (one.is_stopped or all_wait):
             limit = stopped_seconds if one.is_stopped else FIRST_STEP * stopped_seconds
         if limit is not None and stopped_seconds is not None and is_deadlock:
-            share = _DEADLOCK_IN_SETUP if one.limit_seconds is None else _DEADLOCK
+            share = _DEADLOCK_IN_SETUP if one.limit_seconds is None else 0.0 if is_divided else _DEADLOCK
             limit = min(limit, max(_DEADLOCK_SECONDS, share * stopped_seconds))
         idle = min(other.idle for other in running.values()) if all_wait else one.idle
         is_ahead = one.collectives > fewest and (one.is_waiting or on_cuda)
@@ -172,6 +176,39 @@ def _diagnose_stalls(
             in_callback = all_wait and one.callback is not None
             found.append((not one.is_alone_there, not in_callback, one.collectives, one.is_waiting, -one.idle, rank))
     return FailureDiagnosis("hung", min(found)[-1]) if found else None
+
+
+def _is_divided(running: Iterable[RankReport]) -> bool:
+    """Whether all ranks wait for each other, some of them in a callback and others not in that one."""
+    ones = list(running)
+    return all(one.is_waiting for one in ones) and len({(one.event, one.callback) for one in ones}) > 1
+
+
+def divided_warning(rank_reports: Mapping[int, RankReport], place: Callable[[int], str]) -> str:
+    """What to say of ranks that wait in a callback's collective while others wait elsewhere; empty if none do.
+
+    It is the case of a collective behind `if state.is_world_process_zero:`. Nothing is ended: whether it is a hang,
+    `diagnose` decides after a longer time.
+
+    Args:
+        rank_reports: the record of every rank.
+        place: names a rank.
+    """
+    running = {rank: one for rank, one in rank_reports.items() if not (one.is_over or one.is_done)}
+    if len(running) < 2 or not _is_divided(running.values()) or any(one.is_debugged for one in running.values()):
+        return ""
+    if min(one.idle for one in running.values()) < _DIVIDED_SECONDS:
+        return ""
+    first = next(rank for rank, one in sorted(running.items()) if one.callback is not None)
+    called = running[first].event, running[first].callback
+    inside = [rank for rank, one in sorted(running.items()) if (one.event, one.callback) == called]
+    others = [rank for rank in sorted(running) if rank not in inside]
+    at = f" at {running[first].place}" if running[first].place else ""
+    return (
+        f"callback '{called[1]}' during '{called[0]}' waits in a collective on {places(inside, place)}{at}, and "
+        f"{places(others, place)} elsewhere: a collective, a forward pass of the model in shards or full_tensor() must "
+        f"be called by all ranks, not behind a condition such as state.is_world_process_zero."
+    )
 
 
 def diagnose_alone(

@@ -19,7 +19,10 @@ from onstep.training.watchdog.rank_report import TERMINATED, RankReport
 LINGER_SECONDS = 20.0
 """How long the rank with the store waits at most, once all have reached the end, for the others to have seen that."""
 LEAVING_SECONDS = 1.0
-"""How long it waits if it exits before the end, so that the others see that."""
+"""How long it waits, beside the time between their looks, if it exits before the end, so that the others see that."""
+KNOWING_SECONDS = 10.0
+"""How long it waits at most for the others to have read the diagnosis, without which they would take it for the first
+that failed."""
 
 _PREFIX = "onstep_watchdog"
 _URGENT_SECONDS = 0.05
@@ -113,7 +116,7 @@ class RankExchange(threading.Thread):
         """Publish the last record and end, at most a second later if the store does not answer.
 
         Args:
-            linger_seconds: how long to wait for the other ranks to leave too, without a failure.
+            linger_seconds: how long to wait for the other ranks to leave too, without a failure, or to know of it.
         """
         self.is_urgent = True
         self._wake.set()
@@ -121,7 +124,7 @@ class RankExchange(threading.Thread):
         while (
             time.monotonic() < deadline
             and self.is_alive()
-            and not all(record.is_over for record in self._seen.values())
+            and not all(self._needs_no_store(rank, record) for rank, record in list(self._seen.items()))
         ):
             time.sleep(_URGENT_SECONDS / 5)
         self._stopping = True
@@ -129,6 +132,15 @@ class RankExchange(threading.Thread):
         self.join(1.0)
         for file in self._files.values():
             file.close()
+
+    def _needs_no_store(self, rank: int, record: RankReport) -> bool:
+        """Whether another rank reads nothing more: it has left the run, or knows why it ends, or cannot be reached."""
+        if self.decision is None or record.left is not None:
+            return record.is_over
+        is_first = self.decision.rank == rank and self.decision.kind in ("died", "hung")
+        is_here = record.host == self.record.host != ""
+        is_gone = is_here and rank_stacks.state_of(record.pid, record.birth) == "gone"
+        return record.knows_diagnosis or is_first or is_gone
 
     def rank_reports(self) -> dict[int, RankReport]:
         """All ranks as this one sees them, including itself."""
@@ -207,7 +219,9 @@ class RankExchange(threading.Thread):
         record = self.record
         if record.failure is not None and not self._order:
             self._order = int(self._store.add(self._names[2], 1))
-        self._store.set(self._keys[self.rank], replace(self._in_order(record), tick=self._tick).encode())
+        knows = self.decision is not None
+        mine = replace(self._in_order(record), tick=self._tick, knows_diagnosis=knows)
+        self._store.set(self._keys[self.rank], mine.encode())
 
     def _in_order(self, record: RankReport) -> RankReport:
         if record.failure is None:

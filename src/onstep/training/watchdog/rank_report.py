@@ -96,6 +96,8 @@ class RankReport:
     """It has reached the end of the run without an error, and waits for the others to do so."""
     left: int | None = None
     """Exit code of a rank that has left the run."""
+    knows_diagnosis: bool = False
+    """It has read the diagnosis that all ranks act on."""
     failure: Failure | None = None
     silence: float = 0.0
     """As seen by another rank: seconds since it last published anything."""

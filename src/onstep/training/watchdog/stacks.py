@@ -43,6 +43,7 @@ _COLLECTIVE = (f"{_TORCH}/distributed/", f"{_TORCH}/nn/parallel/distributed.py")
 _CALLS = tuple(
     f"{_TORCH}/distributed/{name}.py" for name in ("distributed_c10d", "c10d_logger", "_functional_collectives")
 )
+_DISPATCHER = (f"{_TORCH}/_ops.py", f"{_TORCH}/_library/")
 
 
 def this_host() -> str:
@@ -149,8 +150,11 @@ def waits_in_collective(places: list[Place]) -> bool:
 
 
 def is_in_collective(places: list[Place]) -> bool:
-    """Whether the innermost frame is that of a collective, which computes nothing, as a backward pass may."""
-    return bool(places) and places[0][0] in _CALLS
+    """Whether the innermost frame is that of a collective, which computes nothing, as a backward pass may.
+
+    Those of torch's dispatcher do not count: `full_tensor()` waits below them.
+    """
+    return next((name for name, _, _ in places if not name.startswith(_DISPATCHER)), "") in _CALLS
 
 
 def waits_for_worker(places: list[Place]) -> bool:

@@ -7,6 +7,7 @@ training itself only writes a few attributes.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -31,16 +32,19 @@ from onstep.training.watchdog.diagnosis import (
     decide_on,
     diagnose,
     diagnose_alone,
+    divided_warning,
     placed,
     report,
     suspecting_rank,
     suspicion_of,
     with_uneven,
 )
-from onstep.training.watchdog.exchange import LEAVING_SECONDS, LINGER_SECONDS, RankExchange
+from onstep.training.watchdog.exchange import KNOWING_SECONDS, LEAVING_SECONDS, LINGER_SECONDS, RankExchange
 from onstep.training.watchdog.gathers import gather_hint
 from onstep.training.watchdog.publication import announcing_end, publish, record_failure
 from onstep.training.watchdog.rank_report import RankObserver, RankReport
+
+logger = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
@@ -87,8 +91,11 @@ class Watching(Feature[Run]):
         self._rank_exchange = RankExchange(world.rank, world.size, self._interval) if has_peers else None
         # torchrun keeps the store of the ranks it starts in its own process
         self._keeps_store = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._decided_alone = False
+        """Whether the decision is of this rank alone, which the others do not read in the store that is lost."""
         self._suspected: Suspicion | None = None
         self._has_news = False
+        self._warned: set[str] = set()
         self._first_failure_at: float | None = None
         self._stacks: tuple[int, str] | None = None
         self._thread = threading.Thread(target=announcing_end(self._watch), name="onstep-watchdog", daemon=True)
@@ -212,11 +219,18 @@ class Watching(Feature[Run]):
         self._thread.join(REPORT_SECONDS if is_decided else 2 * self._interval + 1)
         if self._rank_exchange is not None:
             self._rank_exchange.record = self._record()
-            seconds = LINGER_SECONDS if self._me.left == 0 and self._me.is_done else LEAVING_SECONDS
-            self._rank_exchange.stop(seconds if self._me.left is not None and self._keeps_store else 0.0)
+            self._rank_exchange.stop(self._linger_seconds(self._rank_exchange) if self._keeps_store else 0.0)
             if self._rank_exchange.decision is not None and self.host.ending.first_failure is None:
                 self._name(self._rank_exchange.decision)
         self._me.close()
+
+    def _linger_seconds(self, exchange: RankExchange) -> float:
+        """How long this rank, if it has the store, waits at most for others that read it."""
+        if exchange.decision is not None:
+            return 0.0 if self._decided_alone else KNOWING_SECONDS
+        if self._me.left is None:
+            return 0.0
+        return LINGER_SECONDS if self._me.left == 0 and self._me.is_done else LEAVING_SECONDS + 2 * self._interval
 
     def _watch(self) -> None:
         """Observe until the run is over or lost."""
@@ -280,6 +294,7 @@ class Watching(Feature[Run]):
         )
         self._suspected = suspicion_of(diagnosis, rank_reports, own_rank, self._suspected, now)
         if diagnosis is None:
+            self._warn(divided_warning(rank_reports, self.host.world.place))
             return
         if diagnosis.kind == "hung" and diagnosis.rank == own_rank:
             self._report_self(exchange, exchange.record, own_rank)
@@ -288,6 +303,12 @@ class Watching(Feature[Run]):
         else:
             exchange.record = self._record()
         exchange.hurry()
+
+    def _warn(self, text: str) -> None:
+        """Log a warning, once."""
+        if text and text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
 
     def _report_self(self, exchange: RankExchange, record: RankReport, leader: int) -> None:
         """Report that this rank hangs, with its place and its data workers', unless it has made progress meanwhile."""
@@ -305,6 +326,7 @@ class Watching(Feature[Run]):
         if found is None or self._me.is_held():
             return
         if found.kind == "left":
+            self._decided_alone = True
             self._release_after_exit(found)
             return
         stacks = self._own_stacks() if found.reporter == record.rank else ""
@@ -313,6 +335,7 @@ class Watching(Feature[Run]):
         rank_reports = {**rank_reports, record.rank: placed(record, stacks)}
         place, hint = self.host.world.place, ""
         decision = decide_on(found, rank_reports[found.rank], found.reporter, place)
+        self._decided_alone = True
         if self._rank_exchange is not None:
             self._rank_exchange.decision = decision
             hint = "The store of the process group does not respond, so the other ranks' stacks are missing."
@@ -342,6 +365,7 @@ class Watching(Feature[Run]):
         """Let the ranks end by themselves; where one of them has exited, the record of the run names it."""
         if self._rank_exchange is not None:
             self._rank_exchange.decision = decision
+            self._rank_exchange.hurry()
         self._name(decision)
         if decision.kind == "left" and decision.reporter == self.host.world.rank:
             record_failure(self.host, decision)
@@ -392,7 +416,7 @@ class Watching(Feature[Run]):
 
         Ends the processes of this machine that cannot end themselves; a launcher would wait for them for a long time.
         """
-        hint = hint or gather_hint(rank_reports, stacks)
+        hint = hint or gather_hint(rank_reports, stacks, self.host.world.place)
         publish(self.host, decision, report(decision, rank_reports, stacks, hint, self.host.world.place))
         for one in rank_reports.values():
             if one.silence > 0 and not one.is_over and self._is_here(one):

@@ -9,8 +9,10 @@ HEAVY := .venv-heavy
 
 # Compiled modules are kept whatever the environment says: the tests start hundreds of processes that import the package.
 export PYTHONDONTWRITEBYTECODE :=
+# Modules are compiled when they are first imported: compiling all 20,000 takes most of the time of an installation.
+INSTALL := -m pip install --quiet --no-compile
 
-.PHONY: demo test test-all test-heavy test-slow test-distributed faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser docs docs-serve docs-tables clean
+.PHONY: demo test test-all test-main test-heavy test-slow test-distributed faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser slurm docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -19,10 +21,12 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not process"
 
-# Every test but the long sweeps, as CI runs them.
-test-all: $(READY) $(HEAVY)/.ready
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
+# Every test but the long sweeps, as CI runs them. The second environment is made beside the tests of the first.
+test-all: test-main $(HEAVY)/.ready
 	$(HEAVY)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests/heavy
+
+test-main: $(READY)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # What needs torchao, bitsandbytes and lm-eval: with them installed, transformers and peft take twice as long to import.
 test-heavy: $(HEAVY)/.ready
@@ -69,6 +73,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/sharded_checkpoint.py
 	$(BIN)/python benchmarks/sharded_build.py
+	$(BIN)/python benchmarks/diloco_ranks.py
+	$(BIN)/python benchmarks/sharded_step.py
 	$(BIN)/python benchmarks/trackers.py
 	$(BIN)/python benchmarks/log_analysis.py
 	$(BIN)/python benchmarks/control.py
@@ -82,7 +88,11 @@ gpu-check: $(READY)
 
 # The distribution's Chromium, for the tests of the page; without one, and where this fails, they are skipped by name.
 browser:
-	@tools/install_browser.sh
+	@tools/install_packages.sh "chromium chromium-browser google-chrome" chromium
+
+# The distribution's SLURM, of which tests/cluster/slurm start a cluster of their own; as above.
+slurm:
+	@tools/install_packages.sh slurmctld slurmctld slurmd slurm-client
 
 bench-peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py
@@ -113,29 +123,29 @@ clean:
 # The CPU build of torch comes first, by its exact version: a range would pull the newest build with CUDA.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python $(INSTALL) --upgrade pip
+	$(BIN)/python $(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
 # The packages of $(VENV), and on top of them those that are heavy to import.
 $(HEAVY)/.ready: $(READY) tests/heavy/requirements.txt
 	test -x $(HEAVY)/bin/python || $(PYTHON) -m venv $(HEAVY)
 	$(HEAVY)/bin/python tests/heavy/stand_on.py $(BIN)/python
-	$(HEAVY)/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/heavy/requirements.txt
+	$(HEAVY)/bin/python $(INSTALL) --constraint constraints.txt --requirement tests/heavy/requirements.txt
 	touch $@
 
 $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers-requirements.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
-	$(PEERS)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement benchmarks/peers-requirements.txt --editable .
+	$(PEERS)/bin/python $(INSTALL) --upgrade pip
+	$(PEERS)/bin/python $(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(PEERS)/bin/python $(INSTALL) --constraint constraints.txt --requirement benchmarks/peers-requirements.txt --editable .
 	touch $(PEERS)/.ready
 
 $(BROUGHT)/.ready: pyproject.toml constraints.txt tests/brought/requirements.txt
 	test -x $(BROUGHT)/bin/python || $(PYTHON) -m venv $(BROUGHT)
-	$(BROUGHT)/bin/python -m pip install --quiet --upgrade pip
-	$(BROUGHT)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BROUGHT)/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/brought/requirements.txt --editable .
-	$(BROUGHT)/bin/python -m pip install --quiet --no-deps gliner==0.2.29  # it asks for an older transformers, and trains with this one
+	$(BROUGHT)/bin/python $(INSTALL) --upgrade pip
+	$(BROUGHT)/bin/python $(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(BROUGHT)/bin/python $(INSTALL) --constraint constraints.txt --requirement tests/brought/requirements.txt --editable .
+	$(BROUGHT)/bin/python $(INSTALL) --no-deps gliner==0.2.29  # it asks for an older transformers, and trains with this one
 	touch $(BROUGHT)/.ready

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -19,6 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["ONSTEP_REGISTRY"] = os.path.join(tempfile.mkdtemp(prefix="onstep-tests-"), "jobs")
 os.environ["ONSTEP_DILOCO_TOKENS"] = tempfile.mkdtemp(prefix="onstep-tests-tokens-")
+os.environ["ONSTEP_DILOCO_WORK"] = tempfile.mkdtemp(prefix="onstep-tests-work-")
 
 from onstep.config import ConfigContainer
 from onstep.training.runs import provenance
@@ -47,6 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
     power.never_cut()
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ENOUGH_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test and its fixtures draw depends on no test that ran before in the same process.
+
+    Without a GPU only the CPU's generator is seeded: for others torch would keep a traceback of each call, for ever.
+    """
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,6 +29,7 @@ from onstep.distributed import World
 from onstep.errors import CheckpointError
 from tests.support.forked_processes import Processes, output_of
 from tests.support.small_checkpoints import Box, newest
+from tests.support.waiting import PATIENCE
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -44,7 +45,7 @@ class Gate:
 
     def _on_operation(self, operation: Operation) -> None:
         if operation.kind == "write" and threading.current_thread() is not threading.main_thread():
-            assert self.opened.wait(30)
+            assert self.opened.wait(PATIENCE)
             if self.is_broken:
                 raise OSError(errno.EIO, "Input/output error")
 

@@ -562,4 +562,8 @@ def test_a_damaged_document_is_read_or_refused_and_nothing_else() -> None:
 def test_more_values_than_can_be_read_again_are_refused_when_they_are_saved() -> None:
     with pytest.raises(UnsupportedStateError, match=r"10,000,001 non-tensor values .* at most 10,000,000 "):
         document_to_bytes([0] * 10_000_001)
+
+
+@pytest.mark.slow
+def test_almost_as_many_values_as_can_be_read_are_saved() -> None:
     assert document_from_bytes(document_to_bytes([0] * 9_000_000)) == [0] * 9_000_000

@@ -176,7 +176,9 @@ def test_falling_back_is_said_only_where_there_is_one_before(tmp_path: Path) -> 
         with pytest.raises(CheckpointError) as raised:
             resolve(tmp_path, step=step)
         message = str(raised.value)
-        assert message.endswith("; its content has changed.")
+        assert message.endswith(
+            "; its content has changed. Put back the files that were saved, or use another checkpoint."
+        )
         assert ".." not in message
         assert ".;" not in message
         assert ("falling back" in message) == (step is None)

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from onstep.control import JobInfo
 from onstep.control.commands import CommandRefusedError
 from onstep.control.registry import registry_root
 from tests.support.steered_job import SteeredJob, commands_of, steered_job
+from tests.support.waiting import until
 
 Captured = pytest.CaptureFixture[str]
 
@@ -149,13 +151,12 @@ def test_what_can_lose_work_asks_first(
     for answer, code, sent in (("n\n", 1, 0), ("y\n", 0, 1)):
         with Terminal(answer, monkeypatch):
             assert main(["control", command]) == code
-        assert len(job.applied) == sent or eventually(job, sent)
+        until(partial(has_applied, job, sent))
+        assert len(job.applied) == sent
 
 
-def eventually(job: SteeredJob, number: int) -> bool:
-    while len(job.applied) < number:
-        time.sleep(0.001)
-    return True
+def has_applied(job: SteeredJob, number: int) -> bool:
+    return len(job.applied) >= number
 
 
 class Terminal:

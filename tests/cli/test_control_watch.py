@@ -20,6 +20,7 @@ from onstep.cli.main import main
 from onstep.control.feed import FeedEvent
 from onstep.record import MetricsLog
 from tests.support.steered_job import SteeredJob, steered_job
+from tests.support.waiting import PATIENCE
 
 Captured = pytest.CaptureFixture[str]
 
@@ -57,7 +58,7 @@ def when_watched(job: SteeredJob) -> None:
             return asked(*words, **settings)  # type: ignore[arg-type]
 
         job.feed.events_after = events_after  # type: ignore[method-assign, assignment]
-        assert watched.wait(30)
+        assert watched.wait(PATIENCE)
         job.log(loss=2.5, learning_rate=3e-4)
         job.feed.add_event("decision", DECISION)
         job.end()
@@ -169,7 +170,7 @@ def test_a_killed_job_ends_watching_with_an_error(other_process: subprocess.Pope
     (tmp_path / "run" / "run.json").write_text(json.dumps({"status": "failed"}))
     watching = started("watch", "job_a")
     other_process.send_signal(signal.SIGKILL)
-    out, err = watching.communicate(timeout=60)
+    out, err = watching.communicate(timeout=PATIENCE)
     assert (watching.returncode, out) == (1, "")
     assert err == (
         f"error: job_a has ended: its process {other_process.pid} is gone; `onstep control cleanup` removes its entry. "
@@ -181,7 +182,7 @@ def test_a_killed_job_ends_watching_with_an_error(other_process: subprocess.Pope
 def test_ctrl_c_ends_watching_and_not_the_job(other_process: subprocess.Popen[str]) -> None:
     watching = started("watch")
     watching.send_signal(signal.SIGINT)
-    _, err = watching.communicate(timeout=60)
+    _, err = watching.communicate(timeout=PATIENCE)
     assert (watching.returncode, "Traceback" in err) == (0, False)
     assert other_process.poll() is None
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 
-from onstep.cli.diloco.server import _announce, _share, _source
+from onstep.cli.diloco.group import app
+from onstep.cli.diloco.server import _announce, _source
 from onstep.cli.main import main
 from onstep.diloco.client import DiLoCoClient
 from onstep.diloco.protocol.messages import Settings
@@ -42,19 +45,6 @@ def test_status_shows_rounds_and_workers(server: DiLoCoServer, capsys: pytest.Ca
         assert "berlin" in text
         assert main(["diloco", "status", "--server", server.address, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["num_registered"] == 1
-
-
-def test_status_shows_every_server_that_has_a_share(capsys: pytest.CaptureFixture[str]) -> None:
-    with ExitStack() as stack:
-        weights = {name: torch.ones(3) for name in ("a", "b")}
-        servers = [stack.enter_context(DiLoCoServer(weights, port=0, share=(number, 2))) for number in range(2)]
-        addresses = ",".join(one.address for one in servers)
-        assert main(["diloco", "status", "--server", addresses]) == 0
-        text = capsys.readouterr().out
-        assert all(f"share {number} of 2, run {one.run_id}" in text for number, one in enumerate(servers))
-        assert text.count("fragment 0: version 0") == 2
-        assert main(["diloco", "status", "--json", "--server", addresses]) == 0
-        assert len(json.loads(capsys.readouterr().out)["shares"]) == 1
 
 
 def test_a_refused_token_names_the_variable_of_diloco(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,13 +85,11 @@ def test_control_saves_sets_kicks_and_ends(
         (["control", "save", "--lr", "1"], "set"),
         (["control", "kick", "--workers"], "save"),
         (["control", "stop", "--lr", "1"], "no option"),
-        (["status", "--server", "127.0.0.1:9"], "127.0.0.1:9"),
+        (["status", "--server", "127.0.0.1:9"], "start `onstep diloco server` there, or give the address that it has"),
         (["status", "--server", "no/address"], "host:port"),
         (["status", "--token", "secret"], "--token-file"),
         (["server", "-m", "nothing_of_this_name"], "nothing_of_this_name"),
         (["server"], "model"),
-        (["server", "-m", "MODEL", "--share", "2/2"], "share"),
-        (["server", "-m", "MODEL", "--share", "half"], "I/N"),
         (["server", "-m", "MODEL", "--codec", "zip"], "codec"),
         (["server", "-m", "MODEL", "--min-workers", "2"], "min_workers"),
         (["server", "-m", "MODEL", "--dn-buffer-size", "2"], "async"),
@@ -135,12 +123,6 @@ def test_a_recipe_as_model_has_the_parameters_that_its_workers_train() -> None:
         _source("tiny_gpt", ["tokenizer.tokenizer_type=bpe", "tokenizer.vocab_size=300"])
 
 
-def test_shares_are_read_strictly() -> None:
-    assert _share("1/3") == (1, 3)
-    with pytest.raises(ConfigError):
-        _share("-1/3")
-
-
 def test_addresses_that_work_are_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for host in ("0.0.0.0", "127.0.0.1"):
         server = DiLoCoServer({"weight": torch.ones(3)}, port=0, host=host)
@@ -150,15 +132,29 @@ def test_addresses_that_work_are_announced(tmp_path: Path, capsys: pytest.Captur
         assert f"onstep diloco worker --server 127.0.0.1:{server.port} train" in text
         assert "0.0.0.0" not in text
         assert (f"--server {socket.gethostname()}:{server.port}" in text) == (host == "0.0.0.0")
+        assert ("Only this machine reaches it (--host)" in text) == (host == "127.0.0.1")
 
 
-def test_a_server_with_a_share_announces_that_workers_need_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    server = DiLoCoServer({name: torch.ones(3) for name in ("a", "b", "c")}, port=0, share=(1, 3))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "; a round every 500 steps, fp32. "),
+        ({"num_fragments": 2}, "; a round every 500 steps, in 2 fragments, merged as it arrives, fp32. "),
+        (
+            {"num_fragments": 2, "overlap_steps": 3, "eager": True},
+            "; a round every 500 steps, in 2 fragments, merged 3 steps after its submission, eager, fp32. ",
+        ),
+        ({"mode": "async"}, "; asynchronous, each worker submits every 500 steps, fp32. "),
+    ],
+)
+def test_the_first_line_of_a_server_says_how_rounds_are_made(
+    changes: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = {f"blocks.{number}.weight": torch.ones(3) for number in range(2)}
+    server = DiLoCoServer(weight, port=0, settings=Settings(heartbeat_timeout=0.0, **changes))
     server.stop()
     _announce(server, False, None)
-    text = capsys.readouterr().out
-    assert f"share 1 of 3 at {server.address};" in text
-    assert f"--server SERVER0,{server.address},SERVER2 train" in text
+    assert words in capsys.readouterr().out
 
 
 def test_a_server_with_tls_says_how_it_is_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +184,17 @@ def test_a_server_program_serves_saves_and_ends_by_a_signal(
                 client.submit_pseudogradients("a", {"weight": torch.ones(3)})
             process.send_signal(number)
             out = reader.read()
-        assert (process.wait(), f"Ended after {num_rounds} rounds." in out) == (0, True), errors.read_text()
+        assert (process.wait(), f"Ended after {num_rounds} rounds and " in out) == (0, True), errors.read_text()
         assert "Traceback" not in errors.read_text()
     assert (tmp_path / "out" / "checkpoints" / "checkpoint-2" / "model.safetensors").is_file()
+
+
+def test_the_guide_gives_a_reason_for_every_option_of_a_server() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "training-across-sites.md").read_text(encoding="utf-8")
+    table = page.partition("## Options of the server")[2].partition("\n## ")[0]
+    named = re.findall(
+        r"`(--[a-z-]+)`", "".join(line.split("|")[1] for line in table.splitlines() if line[:3] == "| `")
+    )
+    command: Any = typer.main.get_command(app)
+    options = [max(one.opts, key=len) for one in command.commands["server"].params if one.opts[0].startswith("-")]
+    assert sorted(named) == sorted(options)

@@ -12,7 +12,9 @@ import pytest
 from onstep.cli.main import main
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server import DiLoCoServer
+from onstep.errors import ConfigError
 from onstep.models import build_transformer
+from onstep.past.forks import plan_fork
 from tests.support.small_configs import small_pretrain_config
 
 
@@ -55,12 +57,16 @@ def test_training_as_a_worker_arrives_at_the_server(
         assert server.sync_round == 2
     logs = (tmp_path / "runs" / "tiny_gpt" / "trainer_logs.json").read_text()
     assert '"diloco/sync_count": 2' in logs
+    parent = tmp_path / "runs" / "tiny_gpt"
+    assert "was a worker of a DiLoCo server; the fork trains alone" in plan_fork(parent, 4).describe()
+    with pytest.raises(ConfigError, match=r"had rounds of a DiLoCo server .* fork at a step with a checkpoint: 4"):
+        plan_fork(parent, 3)
 
 
 @pytest.mark.process
 def test_another_program_gets_the_settings_in_its_environment(tmp_path: Path) -> None:
     code = "import os; print(*(f'{k}={v}' for k, v in sorted(os.environ.items()) if k.startswith('DILOCO_')))"
-    command = ["-m", "onstep", "diloco", "worker", "--server", "host:1", "--codec", "auto", "--dylu"]
+    command = ["-m", "onstep", "diloco", "worker", "--server", "host:1", "--codec", "int4", "--dylu"]
     command += ["--ca-file", "ca.pem"]
     done = subprocess.run(
         [sys.executable, *command, sys.executable, "-c", code],
@@ -69,7 +75,7 @@ def test_another_program_gets_the_settings_in_its_environment(tmp_path: Path) ->
         check=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")},
     )
-    assert done.stdout.strip() == "DILOCO_CA_FILE=ca.pem DILOCO_CODEC=auto DILOCO_DYLU=True DILOCO_SERVER=host:1"
+    assert done.stdout.strip() == "DILOCO_CA_FILE=ca.pem DILOCO_CODEC=int4 DILOCO_DYLU=True DILOCO_SERVER=host:1"
 
 
 @pytest.mark.usefixtures("environment")

@@ -61,6 +61,15 @@ def test_what_requires_no_torch_is_refused_before_it_is_loaded(
     assert "loading PyTorch" not in shown.out
 
 
+def test_an_evaluation_of_tasks_is_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["evaluate", "mine", "--tasks", "first"]) == 1
+    said = "error: onstep evaluate is one process, but $WORLD_SIZE is 2; start it without torchrun.\n"
+    assert capsys.readouterr().err == said
+
+
 NO_CORPUS = [
     ("paper.pdf", "paper.pdf is not text: it looks like a PDF (byte 0x00 at offset 5); extract its text first"),
     ("emptyd", "the corpus directory 'emptyd' has no text files; name the files or give a glob"),

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from onstep.cli.layout_comparison import Layout, common_words, hint, layout_of, report_comparison, tolerance_of
+from onstep.cli.layout_comparison import (
+    Layout,
+    bound_words,
+    common_words,
+    hint,
+    layout_of,
+    report_comparison,
+    tolerance_of,
+)
 from onstep.cli.main import main
 from onstep.cli.user_job import UserJob
 from onstep.config import ConfigContainer
@@ -115,6 +123,23 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(
     assert main(["verify-resume", "train.train_iters=2", *words]) == 1
     assert expected in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "planned", "bound"),
+    [
+        (["train.global_batch_size=4"], [5000, 2500], ("train.exit_interval=20",)),
+        ([], [None, None], ("train.exit_interval=20",)),
+        ([], [20, 10], ()),
+        (["train.train_iters=5000"], [5000, 5000], ()),
+        (["train.num_epochs=1"], [None, None], ()),
+    ],
+)
+def test_a_long_job_is_compared_over_its_first_steps(
+    words: list[str], planned: list[int | None], bound: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bound_words(words, planned) == bound
+    assert bool(bound) == ("Comparing the first 20 steps" in capsys.readouterr().out)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from onstep.callbacks import JsonLogger
 from onstep.cli.main import main
 from onstep.config import ConfigContainer
 from onstep.record import MetricsLog
+from tests.support.waiting import until
 
 WRITER = """
 import sys
@@ -185,9 +186,7 @@ def test_a_run_that_was_killed_while_it_wrote_is_plotted_compared_and_reported(
     path = project / "runs" / "killed" / "trainer_logs.json"
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
     try:
-        while not path.exists() or path.stat().st_size < 20_000:
-            assert process.poll() is None
-            time.sleep(0.01)
+        until(lambda: path.exists() and path.stat().st_size >= 20_000, while_true=lambda: process.poll() is None)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

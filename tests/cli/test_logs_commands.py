@@ -22,6 +22,7 @@ from onstep.cli.main import main
 from onstep.record import MetricsLog, align
 from tests.support.forked_processes import Processes
 from tests.support.shell import Shell
+from tests.support.waiting import until
 
 RECORDS: list[dict[str, Any]] = [
     {"timestamp": 1.7e9, "global_step": 10, "epoch": 0.5, "loss": 3.0, "learning_rate": 1e-3},
@@ -290,9 +291,7 @@ def test_real_run_is_followed_to_its_end(processes: Processes, tmp_path: Path, c
     training = shell.start("train", *words)
     try:
         log = tmp_path / "runs/live/trainer_logs.json"
-        while not log.exists():
-            assert training.is_alive
-            time.sleep(0.05)
+        until(log.exists, while_true=lambda: training.is_alive)
         done = shell.onstep("logs", "tail", "live", "-n", "1000", "--follow", "--json")
         assert training.wait() == 0
     finally:

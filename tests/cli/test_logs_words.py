@@ -150,7 +150,7 @@ def test_only_training_keeps_the_traceback_of_what_the_system_refused(
 ) -> None:
     monkeypatch.setattr("onstep.cli.application.application_at", lambda _: refusing)
     for name in COMMANDS:
-        if name in ("train", "finetune", "run", "fork", "rewind", "verify-resume"):
+        if name in ("train", "finetune", "run", "launch", "fork", "rewind", "verify-resume"):
             with pytest.raises(PermissionError):
                 main([name])
         else:

@@ -71,6 +71,7 @@ def test_a_transient_error_leaves_with_17_and_saves_nothing(command: Command, wh
         ("correct_result", "the result is correct"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_reproduced_saves_and_leaves_with_16_until_another_device_tells(
     command: Command, whole: dict[str, Any], kind: str, verdict: str
 ) -> None:

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
 
 from tests.support.forked_processes import output_of
 from tests.support.train_command import Command
+from tests.support.waiting import PATIENCE, until
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +110,13 @@ def test_ctrl_c_in_a_real_process(command: Command, whole: dict[str, Any]) -> No
     with subprocess.Popen(
         words, cwd=place, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
-        metrics_log, deadline = command.run("real") / "trainer_logs.json", time.monotonic() + 120
-        while (
-            not (metrics_log.exists() and "loss" in metrics_log.read_text())
-            and process.poll() is None
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.05)
+        metrics_log = command.run("real") / "trainer_logs.json"
+        until(
+            lambda: metrics_log.exists() and "loss" in metrics_log.read_text(),
+            while_true=lambda: process.poll() is None,
+        )
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 75, said
     assert "the same command continues the run" in said
     assert len(command.steps("real")) == 1

@@ -20,10 +20,8 @@ from onstep.cli.main import main
 from onstep.cli.verify_resume import kill_steps
 from onstep.errors import ConfigError
 from tests.support.forked_processes import Processes
-from tests.support.shell import Shell
 
 DRAWS = """
-import time
 import torch
 from onstep import TrainerCallback
 
@@ -32,13 +30,11 @@ class Draws(TrainerCallback):
         self.is_first = True
 
     def on_step_begin(self, args, state, control, **kwargs):
-        time.sleep(0.05)  # the kill must come before the last step
         if self.is_first:  # once in each process, which no checkpoint can know
             torch.rand(1)
         self.is_first = False
 """
 DISTURBS = """
-import time
 import torch
 from onstep import TrainerCallback
 
@@ -46,10 +42,9 @@ class Disturbs(TrainerCallback):
     def on_train_begin(self, args, state, control, model, **kwargs):
         with torch.no_grad():
             next(model.parameters()).add_(0.01)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        time.sleep(0.05)
 """
+SEEN = Path("seen")
+"""The last step that the command has seen, in the working directory."""
 
 
 @pytest.fixture
@@ -71,11 +66,16 @@ def job(tmp_path: Path, corpus: Path, token_cache: Path, monkeypatch: pytest.Mon
 
 
 class Forked:
-    """What stands for `subprocess.Popen` of `onstep` in this directory, without the seconds of its imports."""
+    """What stands for `subprocess.Popen` of `onstep` in this directory, without the seconds of its imports.
+
+    The run stops after each step until the command has seen it, so that it cannot end before it is killed.
+    """
 
     def __init__(self, processes: Processes, command: list[str], stdout: IO[bytes], **_: Any) -> None:
         words = command[command.index("onstep") + 1 :]
-        self._child = Shell(processes, Path.cwd()).start(*words, stdout=stdout.name, stderr=stdout.name)
+        SEEN.unlink(missing_ok=True)
+        settings = {"words": words, "stdout": stdout.name, "stderr": stdout.name, "environment": {}, "seen": str(SEEN)}
+        [self._child] = processes.start("tests.support.jobs.paced_jobs", "onstep", Path.cwd(), settings)
         self.pid = self._child.pid
         self.returncode: int | None = None
 
@@ -94,6 +94,13 @@ def forked(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both runs are processes that are forked from one."""
     known = SimpleNamespace(Popen=partial(Forked, processes), DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr(user_job, "subprocess", known)
+    look = user_job.UserJob.step
+
+    def step(job: user_job.UserJob) -> int:
+        SEEN.write_text(str(found := look(job)))
+        return found
+
+    monkeypatch.setattr(user_job.UserJob, "step", step)
 
 
 @pytest.mark.usefixtures("forked")

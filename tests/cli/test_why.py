@@ -115,6 +115,21 @@ def test_the_headline_names_what_ended_this_start_of_the_run_and_not_an_earlier_
     assert head == f"{later} failed at step 9. OSError: no space."
 
 
+def test_failures_after_which_a_run_was_started_again_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = "rank 0 hangs at step 7"
+    run = made_run(tmp_path / "run", [], status="failed", error=last)
+    gone = "rank 1, dp_shard 1 is gone (its process was killed or crashed) at step 5, while it is computing a step"
+    for number, line in enumerate((gone, last), 1):
+        (run / f"first-culprit-2026-11-28T23-18-4{number}.txt").write_text(f"====\nfirst failure: {line}\n\nlast ...\n")
+    (run / "first-culprit-3.txt").symlink_to("/dev/zero")
+    line = f"step 5: the run failed: {gone} (2026-11-28 23:18:41)"
+    assert captured(capsys, str(run))[1:] == ["No decisions are recorded.", line]
+    assert line in captured(capsys, str(run), "--step", "5")
+    assert line not in captured(capsys, str(run), "--step", "7")
+
+
 def test_a_decision_that_came_late_is_reported_with_the_step_that_it_is_about(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

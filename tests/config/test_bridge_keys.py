@@ -27,6 +27,7 @@ from onstep.config import (
 from onstep.config.bridge import effects
 from onstep.config.bridge.rules import Rule
 from onstep.config.bridge_outcomes import outcome, rules
+from onstep.config.checks import check_parallel
 from onstep.config.keys import typed_copy
 from onstep.config.later_parts import LATER_PARTS
 from onstep.errors import ConfigError
@@ -65,7 +66,8 @@ def test_a_whole_recipe_loads_and_its_own_keys_have_its_values(name: str) -> Non
     other = {
         "dataset.split", "tokenizer.vocab_size", "model.rope_scaling", "model.activation_func", "train.manual_gc_eval",
         "tokenizer.tokenizer_type", "train.exit_signal", "model.moe_grouped_gemm", "rng.data_seed",
-        "optimizer.params_dtype", "optimizer.main_params_dtype",
+        "optimizer.params_dtype", "optimizer.main_params_dtype", "optimizer.exp_avg_dtype",
+        "optimizer.exp_avg_sq_dtype",
     }  # fmt: skip
     for key, value in RECIPES[name].items():
         if key in KEYS and key not in other and value is not None and key not in REFUSED[name]:
@@ -89,6 +91,20 @@ def test_a_recipe_of_bridge_and_onsteps_of_that_name_are_the_same_model() -> Non
     assert {*different} <= own
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_distributed_optimizer_of_a_recipe_acts_on_any_number_of_ranks(overlaps: bool) -> None:
+    config = from_dict(of_recipe(FIRST))
+    apply_overrides(config, [f"ddp.overlap_{what}={str(overlaps).lower()}" for what in ("grad_reduce", "param_gather")])
+    config = resolve(config)
+    for ranks in (1, 2, 8):
+        check_parallel(config, ranks)
+    sizes = config.parallel_sizes(8)
+    assert config.ddp.use_distributed_optimizer
+    assert (sizes.dp_shard, sizes.dp_replicate) == (8, 1)
+    assert (config.ddp.check_for_nan_in_grad, config.ddp.grad_reduce_in_fp32) == (True, False)
+    assert (config.mixed_precision, config.optimizer.main_params_dtype) == ("bf16_mixed", "float32")
+
+
 # Effects under another name
 
 
@@ -110,10 +126,6 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"dataset.kind": "megatron", "dataset.paths": ["a", "b"], "dataset.weights": [0.25, 0.75]},
     ),
     "dataset.reset_position_ids": (True, {"dataset.reset_attention_mask": True}),
-    "ddp.num_distributed_optimizer_instances": (
-        2,
-        {"parallel.data_parallel_replicate_size": 2, "parallel.data_parallel_shard_size": -1},
-    ),
     "ddp.bucket_size": (2**20, {"ddp.bucket_cap_mb": 4.0}),
     "dist.distributed_timeout_seconds_after_init": (45.0, {"dist.timeout_after_first_step": 45.0}),
     "dist.use_torch_fsdp2": (True, {"parallel.data_parallel_shard_size": -1}),
@@ -218,9 +230,6 @@ def test_the_models_type_of_weights_holds_over_the_optimizers() -> None:
     precision = ConfigContainer(mixed_precision=MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16))  # type: ignore[arg-type]
     apply_overrides(precision, [f"{key}={value}" for key, value in run.items()])
     assert resolve(precision).optimizer.params_dtype == "bfloat16"
-    assert (
-        resolve(from_dict(nested({"model.params_dtype": "torch.float16", **run}))).optimizer.params_dtype == "float32"
-    )
 
 
 def test_an_object_for_the_precision_says_how_gradients_are_summed() -> None:
@@ -241,7 +250,8 @@ def test_a_flag_of_two_sections_is_enabled_in_both_with_a_warning_on_rank_0(
         config = from_dict({section: {flag: True}})
         assert [getattr(config.ddp, flag), getattr(config.optimizer, flag)] == [True, True]
         resolve_small(config)
-        assert caplog.text.count(f"ddp.{flag}={'true' if section == 'ddp' else 'false'}, optimizer.{flag}=") == warned
+        is_said = warned and section == "optimizer"  # the key of `ddp` alone decides
+        assert caplog.text.count(f"ddp.{flag}=false, optimizer.{flag}=true differ, so both are true") == is_said
 
 
 def test_muons_keys_act_with_muon_alone() -> None:
@@ -276,12 +286,26 @@ def test_a_parallel_size_of_the_model_is_that_of_the_section_parallel(name: str)
         resolve_small(config)
 
 
+def test_the_type_of_weights_is_float32_or_bfloat16() -> None:
+    for value in (torch.float16, "torch.float64", "bf16", None, 3):
+        with pytest.raises(ConfigError, match=r"^model.params_dtype=.* must be torch.float32 or .*fp16_mixed, whose"):
+            from_dict({"model": {"params_dtype": value}})
+    for value, sets in ((torch.float32, "float32"), ("float32", "float32"), (torch.bfloat16, "bfloat16")):
+        config = from_dict({"model": {"params_dtype": value}})
+        assert resolve_small(config).optimizer.params_dtype == sets
+
+
 # Neutral values and refusals
 
 
-@pytest.mark.parametrize(("key", "rule"), [(key, rule) for key, rule in rules() if not rule.becomes])
-def test_a_neutral_value_changes_nothing_and_another_is_refused(key: str, rule: Rule) -> None:
-    section, _, name = key.rpartition(".")
+@pytest.mark.parametrize("section", sorted({key.rpartition(".")[0] for key, rule in rules() if not rule.becomes}))
+def test_a_neutral_value_changes_nothing_and_another_is_refused(section: str) -> None:
+    for key, rule in rules():
+        if key.rpartition(".")[0] == section and not rule.becomes:
+            is_neutral(section, key.rpartition(".")[2], rule)
+
+
+def is_neutral(section: str, name: str, rule: Rule) -> None:
     config = ConfigContainer()
     holder = getattr(config, section) if section else config
     assert getattr(holder, name) == rule.default
@@ -321,9 +345,11 @@ def test_constructors_accept_bridges_keys_and_name_unknown_ones() -> None:
 
 def test_types_of_torch_are_compared_by_name() -> None:
     config = ConfigContainer()
-    config.optimizer.exp_avg_dtype = torch.float32  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"optimizer.exp_avg_dtype='torch.bfloat16' must be torch.float32: gradients"):
-        config.optimizer.exp_avg_dtype = torch.bfloat16  # type: ignore[attr-defined]
+    config.optimizer.main_grads_dtype = torch.float32  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"optimizer.main_grads_dtype='torch.bfloat16' must be torch.float32: grad"):
+        config.optimizer.main_grads_dtype = torch.bfloat16  # type: ignore[attr-defined]
+    config.optimizer.exp_avg_dtype = torch.bfloat16  # type: ignore[assignment]
+    assert config.optimizer.exp_avg_dtype == "bfloat16"
 
 
 def test_functions_are_activations_by_their_names() -> None:
@@ -419,7 +445,7 @@ def test_tokenizers_of_megatrons_files_are_refused_by_what_they_are() -> None:
         from_dict({"tokenizer": {"tokenizer_type": "SentencePieceTokenizer"}})
 
 
-@pytest.mark.parametrize("key", ["ddp.use_distributed_optimizer", "optimizer.overlap_param_gather"])
+@pytest.mark.parametrize("key", ["optimizer.use_distributed_optimizer", "optimizer.overlap_param_gather"])
 @pytest.mark.parametrize("value", ["2", "on_gpu"])
 def test_a_shared_flag_is_true_or_false(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}='?{value}'? must be true or false"):

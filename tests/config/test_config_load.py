@@ -315,5 +315,6 @@ def test_a_configuration_that_version_0_4_stored_is_read() -> None:
     """It is in every checkpoint and `run.json` of that version, with every key."""
     stored = json.loads((Path(__file__).parents[1] / "golden" / "configuration_of_0.4.json").read_text())
     config = ConfigContainer()
-    config.dist.distributed_timeout_minutes = 10.0  # the default of that version
+    config.dist.distributed_timeout_minutes = 10.0  # the defaults of that version
+    config.train.exit_signals = ["SIGTERM", "SIGINT", "SIGUSR1"]
     assert from_dict(stored) == config

@@ -20,6 +20,7 @@ from onstep.config.yaml_bounds import MAX_YAML_BYTES
 from onstep.errors import ConfigError
 from onstep.recipes import get_recipe
 from tests.support.small_models import Regression, regression_rows
+from tests.support.waiting import until
 
 LAUGHS = "\n".join(["a: &a [x,x,x,x,x,x,x,x,x]"] + [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)])  # fmt: skip  # noqa: E501
 HOSTILE_YAML = {
@@ -125,12 +126,17 @@ def test_what_is_no_file_is_named_and_a_pipe_is_read(
     assert "does not exist" in refusal(capsys, "train", f"{'x' * 300}.yaml")
     assert "nor a run" in refusal(capsys, "train", "~nobody-of-this-name/run")
     os.mkfifo("pipe.yaml")
-    writer = threading.Timer(1.3, Path("pipe.yaml").write_text, ("train: {train_iters: 7}",))
+    waits = "waiting for what another process writes to pipe.yaml"
+
+    def write() -> None:
+        until(lambda: waits in caplog.text)
+        Path("pipe.yaml").write_text("train: {train_iters: 7}")
+
+    writer = threading.Thread(target=write)
     writer.start()
     assert main(["config", "show", "pipe.yaml"]) == 0
     writer.join()
     assert "train_iters: 7" in capsys.readouterr().out
-    assert "waiting for what another process writes to pipe.yaml" in caplog.text
 
 
 def test_an_empty_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

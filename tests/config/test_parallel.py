@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from onstep.config import ConfigContainer, ParallelConfig, decide, from_dict, resolve, validate
+from onstep.config import ConfigContainer, ParallelConfig, apply_overrides, decide, from_dict, resolve, validate
 from onstep.config.checks import parallel
 from onstep.config.differences import changes
-from onstep.config.parallel_sizes import ParallelSizes
+from onstep.config.parallel_sizes import ParallelSizes, places
 from onstep.errors import ConfigError
+from onstep.training.mixed_precision import MixedPrecisionConfig
 
 REPLICATE, SHARD = "data_parallel_replicate_size", "data_parallel_shard_size"
 TENSOR, PIPELINE, EXPERT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
@@ -44,17 +45,25 @@ def test_the_rest_of_the_ranks_is_one_of_the_sizes(values: dict[str, Any], ranks
         (
             {TENSOR: 2, SHARD: 3},
             4,
-            r"^parallel: 3 \(shard\) x 2 \(tensor\) = 6 does not divide the 4 ranks of this ",
+            r"^\S+_shard_size=3 \* parallel\.tensor_model_parallel_size=2 = 6 does not divide the 4 ranks of this ",
         ),
-        ({SHARD: 3}, 1, r"^parallel: 3 \(shard\) does not divide the 1 rank of this run; start a multiple of 3 ranks"),
+        (
+            {SHARD: 3},
+            1,
+            r"^parallel\.\S+_shard_size=3 does not divide the 1 rank of this run; start a multiple of 3 ranks",
+        ),
         (
             {REPLICATE: 2},
             4,
-            r"^parallel: 2 \(replicate\) must be the number of ranks, but this run has 4 ranks; ",
+            r"^parallel\.data_parallel_replicate_size=2 must be the number of ranks, but this run has 4 ranks; ",
         ),
-        ({REPLICATE: 1}, 2, r"^parallel: 1 must be .* set parallel.data_parallel_replicate_size=-1"),
-        ({REPLICATE: 2, SHARD: 3}, 8, r"^parallel: 2 \(replicate\) x 3 \(shard\) = 6 must be the number of ranks"),
-        ({EXPERT: 3}, 4, r"4 \(replicate\) x 1 .* = 4 must be a multiple of 3 \(expert\)"),
+        (
+            {REPLICATE: 1},
+            2,
+            r"^\S+_replicate_size=1 \* \S+_shard_size=1 = 1 must be .* parallel.data_parallel_replicate_size=-1",
+        ),
+        ({REPLICATE: 2, SHARD: 3}, 8, r"^\S+_replicate_size=2 \* \S+_shard_size=3 = 6 must be the number of ranks"),
+        ({EXPERT: 3}, 4, r"_size=4 \* .*shard_size=1 \* .* = 4 must be a multiple of \S+expert_model_parallel_size=3:"),
     ],
 )
 def test_sizes_that_are_not_the_ranks_are_refused_with_the_arithmetic(
@@ -100,7 +109,7 @@ def test_what_is_not_supported_is_refused_by_name_with_what_works(
         ("fsdp", {"reshard_after_forward": 4}, "reshard_after_forward=4 must divide the 4 ranks of .*, and be less"),
         ("fsdp", {"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the 4 ranks of"),
         ("fsdp", {"reshard_after_forward": 1}, "fsdp.reshard_after_forward=1 must be true, false, or a number of"),
-        ("optimizer", {"optimizer": "adamw_8bit"}, "=adamw_8bit is one of bitsandbytes, .* between 4 ranks; use adam,"),
+        ("optimizer", {"optimizer": "adamw_8bit"}, "=adamw_8bit has quantized state, .* between 4 ranks; use adam,"),
         ("peft", {"peft_scheme": "lora", "base_quantization": "nf4"}, "=nf4 holds weights that cannot be divided"),
     ],
 )
@@ -123,7 +132,6 @@ def test_replicas_are_data_parallel_ranks_and_shards_of_one_rank_are_whole() -> 
         resolve(config_with(data_parallel_shard_size=-1, data_parallel_replicate_size=2), 2).parallel_sizes(2).dp_shard
         == 1
     )
-    assert resolve(config_with("ddp", num_distributed_optimizer_instances=2), 2).parallel_sizes(2).dp_replicate == 2
 
 
 def test_without_ranks_a_configuration_is_one_of_the_fewest_that_its_sizes_allow() -> None:
@@ -140,11 +148,92 @@ def test_a_run_continues_with_other_sizes() -> None:
     assert decide(found, today, "error", 4).parallel.data_parallel_replicate_size == 4
 
 
-def test_a_distributed_optimizer_over_several_ranks_is_said_to_divide_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_distributed_optimizer_divides_the_ranks_into_instances() -> None:
+    for instances, shape in ((1, (1, 4)), (2, (2, 2)), (4, (4, 1))):
+        config = config_with("ddp", use_distributed_optimizer=True, num_distributed_optimizer_instances=instances)
+        sizes = config.parallel_sizes(4)
+        assert (sizes.dp_replicate, sizes.dp_shard) == shape
+        assert config.parallel_sizes(1 if instances == 1 else 4).ranks == (1 if instances == 1 else 4)
+    config = config_with("ddp", use_distributed_optimizer=True, num_distributed_optimizer_instances=3)
+    with pytest.raises(ConfigError, match=r"num_distributed_optimizer_instances=3 must divide the 4 ranks .* 1, 2, 4"):
+        config.parallel_sizes(4)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("parallel", "data_parallel_shard_size", -1, "data_parallel_shard_size=-1 the model itself"),
+        ("ddp", "sync_each_micro_batch", True, "sync_each_micro_batch=true has no effect"),
+        ("ddp", "broadcast_buffers", True, "broadcast_buffers=true has no effect"),
+        ("optimizer", "optimizer", "adamw_bnb_8bit", "has quantized state"),
+    ],
+)
+def test_what_a_distributed_optimizer_cannot_do_is_refused_on_several_ranks(
+    section: str, key: str, value: object, said: str
 ) -> None:
-    for rank, ranks, is_said in (("0", 1, False), ("1", 2, False), ("0", 2, True)):
-        monkeypatch.setattr(parallel, "_told", set())
-        monkeypatch.setenv("RANK", rank)
-        validate(config_with("ddp", use_distributed_optimizer=True), ranks)
-        assert ("does not divide the state of the optimizer between the ranks" in caplog.text) is is_said
+    config = config_with("ddp", use_distributed_optimizer=True)
+    setattr(getattr(config, section), key, value)
+    with pytest.raises(ConfigError, match=said):
+        parallel.check_parallel(config, 2)
+    parallel.check_parallel(config, 1)
+
+
+def test_gathers_in_compiled_code_are_refused() -> None:
+    config = config_with("ddp", use_distributed_optimizer=True, overlap_param_gather=True)
+    config.train.torch_compile = True
+    with pytest.raises(ConfigError, match=r"torch.compile has made of a whole model leaves out"):
+        parallel.check_parallel(config, 2)
+
+
+def test_several_ranks_are_named_in_one_phrase() -> None:
+    assert places([1], ParallelSizes(dp_replicate=4).place) == "rank 1"
+    assert places([1, 3], ParallelSizes(dp_replicate=4).place) == "ranks 1, 3"
+    named = "rank 1, dp_shard 1, dp_replicate 0; rank 2, dp_shard 0, dp_replicate 1"
+    assert places([1, 2], ParallelSizes(dp_replicate=2, dp_shard=2).place) == named
+
+
+_AWARE = ["optimizer.use_precision_aware_optimizer=true", "optimizer.exp_avg_dtype=bfloat16"]
+_IN_MXFP8 = ["ddp.use_distributed_optimizer=true", "ddp.fp8_param_gather=true"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["ddp.fp8_param_gather=true"], "ddp.fp8_param_gather=True has no effect with ddp.use_distributed_optimizer"),
+        (["ddp.reuse_grad_buf_for_mxfp8_param_ag=true"], "has no effect with ddp.fp8_param_gather=False; set ddp.fp8"),
+        (
+            [*_IN_MXFP8, "optimizer.params_dtype=bfloat16"],
+            "float32 masters of float32 weights, but optimizer.params_dtype=bfloat16; leave it float32",
+        ),
+        (_AWARE[1:], "optimizer.exp_avg_dtype='bfloat16' has no effect with optimizer.use_precision_aware_optimizer"),
+        (
+            ["optimizer.exp_avg_sq_dtype=float16", _AWARE[0]],
+            "optimizer.exp_avg_sq_dtype='float16' must be float32 | bfloat16",
+        ),
+        ([*_AWARE, "optimizer.optimizer=muon"], "an average of AdamW, but optimizer.optimizer=muon; use adam"),
+        ([*_AWARE, "optimizer.optimizer=sgd"], "an average of AdamW, but optimizer.optimizer=sgd; use adam"),
+        (
+            [*_AWARE, "optimizer.params_dtype=bfloat16", "optimizer.main_params_dtype=bfloat16"],
+            "has no effect with optimizer.main_params_dtype=bfloat16, whose state is in bfloat16 in any case",
+        ),
+        (["optimizer.main_grads_dtype=torch.bfloat16"], "optimizer.main_grads_dtype='torch.bfloat16' must be torch.fl"),
+        (["optimizer.main_params_dtype=bfloat16"], "main_params_dtype='bfloat16' has no effect with optimizer.params_"),
+    ],
+)
+def test_types_that_cannot_act_are_refused_in_one_line_before_ranks_meet(overrides: list[str], said: str) -> None:
+    config = config_with("optimizer", lr=1e-3)
+    with pytest.raises(ConfigError) as refused:  # noqa: PT012 - an override may be refused by itself
+        apply_overrides(config, overrides)
+        parallel.check_parallel(validate(config), 2)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_objects_for_the_precision_enable_gathers_in_mxfp8() -> None:
+    config = config_with("ddp", use_distributed_optimizer=True)
+    config.mixed_precision = MixedPrecisionConfig(bf16=True, fp8_param_gather=True)  # type: ignore[assignment]
+    config.optimizer.reuse_grad_buf_for_mxfp8_param_ag = True  # type: ignore[attr-defined]
+    config = resolve(config)
+    assert config.ddp.fp8_param_gather
+    assert config.ddp.reuse_grad_buf_for_mxfp8_param_ag
+    assert config.mixed_precision == "bf16_mixed"

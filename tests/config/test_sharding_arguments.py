@@ -110,7 +110,18 @@ def test_recomputation_and_loading_follow_fsdp_config() -> None:
         ({"parallelism_config": 4}, "must be accelerate's ParallelismConfig or a dictionary of its fields, got 4"),
         ({"parallelism_config": {"tp_size": 2}}, "tp_size=2 must be 1: tensor parallelism comes with a later version"),
         ({"parallelism_config": {"shard": 2}}, "shard=2: there is no such field"),
-        ({"parallelism_config": {"dp_shard_size": 3}}, r"^parallel: 3 \(shard\) must be the number of ranks"),
+        (
+            {"parallelism_config": {"dp_shard_size": 3}},
+            r"^parallelism_config\['dp_shard_size'\]=3 must be the number of ran",
+        ),
+        (
+            {"config_overrides": {"parallel.data_parallel_shard_size": 3}},
+            r"^config_overrides\['parallel\S+'\]=3 does not",
+        ),
+        (
+            {"config_overrides": {"parallel": {"data_parallel_shard_size": 3}}},
+            r"^config_overrides\['parallel\.\S+'\]=3 d",
+        ),
         (
             {"parallelism_config": {"dp_replicate_size": 4}, "fsdp": True},
             "contradicts parallelism_config: dp_",

@@ -293,6 +293,7 @@ ONE_DOOR = {
         "a Trainer sets it in models of transformers too, pretrain builds them with it",
     ),
     "train.torch_compile": "a Trainer compiles for the time of a run, pretrain where it places the model",
+    "parallel.data_parallel_shard_size": "pretrain looks for blocks in shards before it builds the model",
     "optimizer.optimizer": "pretrain looks for the package of an optimizer before it builds the model",
     **dict.fromkeys(
         (
@@ -351,6 +352,10 @@ UNREAD = {
             "find_unused_parameters",
             "broadcast_buffers",
             "gradient_as_bucket_view",
+            "overlap_grad_reduce",
+            "num_distributed_optimizer_instances",
+            "fp8_param_gather",
+            "reuse_grad_buf_for_mxfp8_param_ag",
             "static_graph",
             "grad_reduce_in_bf16",
             "grad_reduce_in_fp32",
@@ -370,6 +375,7 @@ UNREAD = {
     "rerun_state_machine.spiky_loss_factor": "read where the forward step asks for it",
     **{f"ft.{name}": FAULT for name in ("simulated_fault_type", "simulated_fault_rank", "simulated_fault_base_delay")},
     **{key: NVRX for key in KEYS if key.startswith("nvrx_straggler.") and key != "nvrx_straggler.enabled"},
+    **{f"run.{name}": "of a run in an object store" for name in ("scratch_dir", "scratch_gib", "lease_seconds")},
     "run.default_callbacks": "of Trainer and the command line: pretrain adds no callbacks",
 }
 """Keys that none of these runs reads, and why; code that both doors share reads them where they count."""

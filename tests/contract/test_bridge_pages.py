@@ -62,16 +62,14 @@ IMPORT_PATHS = {
 """The modules of `megatron.bridge.training` that the pages name, and what they have there."""
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module, names in IMPORT_PATHS.items() for name in names]
-)
-def test_an_import_line_of_the_pages_works_with_bridges_package_replaced_by_ours(module: str, name: str) -> None:
-    line = f"from megatron.bridge.training.{module} import {name}".replace("megatron.bridge", "onstep")
-    imported: dict[str, Any] = {}
-    exec(line, imported)
-    assert imported[name] is not None
-    if hasattr(training, name):  # both paths lead to one object
-        assert imported[name] is inspect.unwrap(getattr(training, name))
+def test_an_import_line_of_the_pages_works_with_bridges_package_replaced_by_ours() -> None:
+    for module, name in [(module, name) for module, names in IMPORT_PATHS.items() for name in names]:
+        line = f"from megatron.bridge.training.{module} import {name}".replace("megatron.bridge", "onstep")
+        imported: dict[str, Any] = {}
+        exec(line, imported)
+        assert imported[name] is not None
+        if hasattr(training, name):  # both paths lead to one object
+            assert imported[name] is inspect.unwrap(getattr(training, name))
 
 
 @pytest.mark.parametrize("module", IMPORT_PATHS)
@@ -106,10 +104,10 @@ def test_the_recipe_of_the_pages_is_where_they_import_it_from() -> None:
     assert qwen25_500m_pretrain_config().model.num_layers == 24
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_documented_name_can_be_imported_from_the_training_package(name: str) -> None:
-    assert hasattr(training, name)
-    assert name in training.bridge.HOMES
+def test_a_documented_name_can_be_imported_from_the_training_package() -> None:
+    for name in NAMES:
+        assert hasattr(training, name)
+        assert name in training.bridge.HOMES
 
 
 def test_the_training_package_lists_a_dozen_names() -> None:
@@ -117,10 +115,10 @@ def test_the_training_package_lists_a_dozen_names() -> None:
     assert set(training.__all__) <= set(training.bridge.HOMES)
 
 
-@pytest.mark.parametrize("name", CALLBACK_PAGE)
-def test_every_name_of_the_callback_page_can_be_imported_from_onstep(name: str) -> None:
-    assert name in onstep.__all__
-    assert getattr(onstep, name) is getattr(events, name)
+def test_every_name_of_the_callback_page_can_be_imported_from_onstep() -> None:
+    for name in CALLBACK_PAGE:
+        assert name in onstep.__all__
+        assert getattr(onstep, name) is getattr(events, name)
 
 
 @pytest.mark.parametrize("name", CALLABLES)
@@ -138,17 +136,19 @@ def test_parameters_have_the_documented_names_order_and_defaults(name: str) -> N
         assert parameters[own].default is not inspect.Parameter.empty, f"{own} is ours: a documented call lacks it"
 
 
-@pytest.mark.parametrize("name", CALLABLES)
-def test_a_docstring_names_every_parameter(name: str) -> None:
-    target = found(name)
-    text = inspect.getdoc(target) or ""
-    if inspect.isclass(target):
-        text += inspect.getdoc(target.__init__) or ""
-    assert re.match(r"\S[^\n]{19,}", text), f"{name} has no sentence that says what it gives"
-    absent = [
-        one for one in documented_parameters(CALLABLES[name]) if one != "self" and not re.search(rf"\b{one}\b", text)
-    ]
-    assert not absent, f"the docstring of {name} does not say what {absent} is"
+def test_a_docstring_names_every_parameter() -> None:
+    for name in CALLABLES:
+        target = found(name)
+        text = inspect.getdoc(target) or ""
+        if inspect.isclass(target):
+            text += inspect.getdoc(target.__init__) or ""
+        assert re.match(r"\S[^\n]{19,}", text), f"{name} has no sentence that says what it gives"
+        absent = [
+            one
+            for one in documented_parameters(CALLABLES[name])
+            if one != "self" and not re.search(rf"\b{one}\b", text)
+        ]
+        assert not absent, f"the docstring of {name} does not say what {absent} is"
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -169,8 +169,8 @@ def rows_of_the_guide() -> dict[str, str]:
     return dict(rows)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_guide_says_where_a_documented_name_lives(name: str) -> None:
-    home = rows_of_the_guide().get(name)
-    assert home is not None, f"{GUIDE.name} has no row `{name}`"
-    assert getattr(importlib.import_module(home), name) is getattr(training, name)
+def test_the_guide_says_where_a_documented_name_lives() -> None:
+    for name in NAMES:
+        home = rows_of_the_guide().get(name)
+        assert home is not None, f"{GUIDE.name} has no row `{name}`"
+        assert getattr(importlib.import_module(home), name) is getattr(training, name)

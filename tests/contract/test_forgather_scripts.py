@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from onstep.diloco import DiLoCoClient, DiLoCoServer
-from tests.support.forked_processes import Child, Processes, output_of
+from tests.support.forked_processes import Child, Processes, held_port, output_of
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -130,12 +129,11 @@ def test_the_trainer_script_trains_as_plain_pytorch_and_survives_being_killed(
 class Site:
     """A server and its workers, each a process."""
 
-    def __init__(self, processes: Processes, scripts: Path, place: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, processes: Processes, scripts: Path, place: Path, environment: dict[str, str], port: int
+    ) -> None:
         self.processes, self.scripts, self.place = processes, scripts, place
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.address = f"127.0.0.1:{self.port}"
+        self.address = f"127.0.0.1:{port}"
         self.environment = {**environment, "DILOCO_SERVER": self.address}
         self.children: list[Child] = []
 
@@ -156,9 +154,11 @@ class Site:
 
     def until(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait as long as everything lives."""
-        while not is_so():
-            assert all(child.is_alive for child in self.children), f"waiting for {what}: {self.said()}"
-            time.sleep(0.02)
+        until(
+            is_so,
+            lambda: f"waiting for {what}: {self.said()}",
+            while_true=lambda: all(child.is_alive for child in self.children),
+        )
 
     def said(self) -> str:
         return "".join(output_of(path) for path in self.place.iterdir() if path.is_dir())[-6000:]
@@ -172,15 +172,16 @@ class Site:
 def site(
     processes: Processes, scripts: Path, tmp_path: Path, tokens: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Site]:
-    found = Site(processes, scripts, tmp_path / "site", tokens)
     names_of(scripts / "diloco_worker.py", monkeypatch).make_model().save_pretrained(tmp_path / "model")
-    try:
-        found.start("diloco_server.py", "server", str(tmp_path / "model"), str(found.port))
-        found.until(lambda: bool(printed(found.place / "server", "^serving")), "the server")
-        yield found
-    finally:
-        for child in found.children:
-            child.end()
+    with held_port() as port:
+        found = Site(processes, scripts, tmp_path / "site", tokens, port)
+        try:
+            found.start("diloco_server.py", "server", str(tmp_path / "model"), str(port))
+            found.until(lambda: bool(printed(found.place / "server", "^serving")), "the server")
+            yield found
+        finally:
+            for child in found.children:
+                child.end()
 
 
 @contextmanager

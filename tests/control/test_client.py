@@ -36,7 +36,9 @@ from onstep.control.commands import CommandRefusedError
 from onstep.control.inbox import Ticket
 from onstep.control.registry import registry_root
 from onstep.errors import ConfigError
+from tests.support.forked_processes import held_port
 from tests.support.steered_job import SteeredJob, commands_of, steered_job
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +159,12 @@ def test_a_refused_command_says_why() -> None:
 
 def test_a_command_that_is_refused_while_it_waits_says_why(job: SteeredJob) -> None:
     job.is_busy = True
-    threading.Timer(0.1, job.end).start()
+
+    def end() -> None:
+        until(lambda: job.inbox.has_new)
+        job.end()
+
+    threading.Thread(target=end).start()
     response = onstep.control.evaluate("job_a", wait=60)
     assert (response.success, response.message) == (False, "training has ended")
 
@@ -266,9 +273,8 @@ def test_what_is_no_control_server_is_named() -> None:
 
 
 def test_a_server_that_cannot_be_reached_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    response = HTTPTrainerControlClient("127.0.0.1", port).pause("job_a")
+    with held_port() as port:
+        response = HTTPTrainerControlClient("127.0.0.1", port).pause("job_a")
     assert (response.success, f"cannot reach http://127.0.0.1:{port}" in response.message) == (False, True)
 
 

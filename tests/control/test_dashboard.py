@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +23,7 @@ from onstep.control.dashboard.server import serve
 from onstep.control.registry import JobInfo, Registration
 from onstep.errors import ConfigError
 from tests.support.control_server import TOKEN, Served, served
+from tests.support.waiting import PATIENCE, until
 
 DECISION = {"timestamp": 5.0, "step": 4, "flag": "saved", "author": "the loop", "details": {"path": "checkpoint-4"}}
 SAMPLE = {"timestamp": 6.0, "step": 4, "prompt": "def ", "text": "f(x)"}
@@ -58,20 +58,13 @@ def browse(registry: Path) -> Iterator[Callable[..., httpx.Client]]:
             dashboard = stack.enter_context(Dashboard(list(paths) or None))
             page = stack.enter_context(serve(dashboard, port=0))
             headers = {"Origin": page.url}
-            client = stack.enter_context(httpx.Client(base_url=page.url, headers=headers, timeout=20, trust_env=False))
+            client = stack.enter_context(
+                httpx.Client(base_url=page.url, headers=headers, timeout=PATIENCE, trust_env=False)
+            )
             assert client.get(page.new_link()).status_code == 303
             return client
 
         yield opened
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait for something true."""
-    deadline = time.monotonic() + 20
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
 
 
 def loaded(client: httpx.Client, job_id: str) -> dict[str, Any]:
@@ -372,10 +365,10 @@ def test_the_command_prints_a_link_and_ends_on_ctrl_c(tmp_path: Path) -> None:
         assert "1 run at" in process.stdout.readline()
         link = re.search(r"http://127\.0\.0\.1:\d+/login/\S+", process.stdout.readline())
         assert link is not None
-        assert httpx.get(link[0], trust_env=False).status_code == 303
-        assert httpx.get(link[0], trust_env=False).status_code == 401
+        assert httpx.get(link[0], trust_env=False, timeout=PATIENCE).status_code == 303
+        assert httpx.get(link[0], trust_env=False, timeout=PATIENCE).status_code == 401
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert (process.returncode, errors) == (0, "")
     finally:
         process.kill()

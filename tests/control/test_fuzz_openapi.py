@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 )
 
 from tests.support.control_server import TOKEN, Served, served  # noqa: E402
+from tests.support.waiting import PATIENCE  # noqa: E402
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
@@ -91,7 +92,7 @@ def send_invented(job: Served, cases, headers: dict[str, str], examples: int) ->
             wait = given_values.get("wait") if isinstance(given_values, dict) else None
             if isinstance(wait, (int, float)):
                 given_values["wait"] = min(wait, 0.01)
-        answer = case.call(base_url=job.url, headers=headers, timeout=20, allow_redirects=False)
+        answer = case.call(base_url=job.url, headers=headers, timeout=PATIENCE, allow_redirects=False)
         case.validate_response(answer, checks=CHECKS, headers=headers)
         job.inbox.take()
 

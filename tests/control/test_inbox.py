@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
 from onstep.control.commands import CommandRefusedError
 from onstep.control.inbox import Inbox
+from tests.support.waiting import until
 
 
 def test_the_training_thread_takes_what_waits_once() -> None:
@@ -54,8 +54,7 @@ def test_a_command_that_needs_no_training_thread_is_carried_out_at_once(fails: b
 
     inbox = Inbox(at_once={"stacks": stacks})
     ticket = inbox.submit("stacks", {}, "a")
-    while ticket.status == "queued":
-        time.sleep(0.001)
+    until(lambda: ticket.status != "queued")
     assert ticket.status == status
     assert ticket.message == ("OSError: no store" if fails else "")
     assert ticket.result == (None if fails else {"rank 0": "here"})

@@ -28,6 +28,7 @@ from onstep.control.registry import (
     registry_root,
 )
 from onstep.errors import ConfigError
+from tests.support.waiting import until
 
 HOLDS_A_JOB = """
 import sys, time
@@ -35,7 +36,7 @@ from onstep.control.registry import JobInfo, Registration
 one = Registration(sys.argv[1]).open()
 one.publish(JobInfo.of_this_process(sys.argv[1], port=8900), "secret")
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -147,7 +148,7 @@ def test_the_same_id_twice_in_one_process_is_refused(registry: Path) -> None:
 
 @pytest.mark.process
 def test_of_many_processes_that_start_at_once_one_gets_the_id(registry: Path) -> None:
-    code = HOLDS_A_JOB.replace("time.sleep(60)", "sys.stdin.read()")
+    code = HOLDS_A_JOB.replace("time.sleep(600)", "sys.stdin.read()")
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, "job"],
@@ -189,8 +190,7 @@ def test_an_endpoint_of_another_program_is_alive_within_ten_seconds() -> None:
 
 def test_a_zombie_is_dead() -> None:
     process = subprocess.Popen(["true"])
-    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+    until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
     assert not is_endpoint_pid_alive(process.pid, time.time())
     process.wait()
 
@@ -308,7 +308,7 @@ def test_a_registry_that_cannot_be_written_is_named_with_the_remedy(
 
 @pytest.mark.process
 def test_a_forked_child_does_not_hold_the_job_after_its_parent_has_died(registry: Path) -> None:
-    code = HOLDS_A_JOB.replace('print("ready"', 'import os\nif os.fork() == 0: time.sleep(60)\nprint("ready"')
+    code = HOLDS_A_JOB.replace('print("ready"', 'import os\nif os.fork() == 0: time.sleep(600)\nprint("ready"')
     process = subprocess.Popen([sys.executable, "-c", code, "job"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

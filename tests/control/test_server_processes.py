@@ -20,6 +20,7 @@ from onstep.control.serving.app import build_app
 from onstep.control.serving.server import ControlServer
 from onstep.http.access import Access
 from tests.support.control_server import TOKEN
+from tests.support.waiting import PATIENCE
 
 SERVES = f"""
 import os, sys, threading, time
@@ -71,10 +72,10 @@ ENDS = {
 def test_a_process_ends_at_once_however_it_ends_even_with_open_streams(registry: Path, way: str) -> None:
     code, status = ENDS[way]
     with serving(code) as (process, port), socket.create_connection(("127.0.0.1", port)):
-        stream = httpx.stream("GET", f"http://127.0.0.1:{port}/jobs/job/events", headers=HEADERS)
+        stream = httpx.stream("GET", f"http://127.0.0.1:{port}/jobs/job/events", headers=HEADERS, timeout=PATIENCE)
         with stream as answer:
             next(answer.iter_bytes())
-            _, errors = process.communicate("end\n", timeout=30)
+            _, errors = process.communicate("end\n", timeout=PATIENCE)
         assert process.returncode == status
         assert ("as it happens" in errors) == (way == "raises")
         assert ("control" in errors) is False or way == "raises"
@@ -95,7 +96,7 @@ def test_a_forked_worker_holds_neither_the_port_nor_a_connection(registry: Path)
         process.stdin.write("fork\n")
         process.stdin.flush()
         worker = psutil.Process(int(process.stdout.readline()))
-        assert httpx.get(f"http://127.0.0.1:{port}/jobs", headers=HEADERS).status_code == 200
+        assert httpx.get(f"http://127.0.0.1:{port}/jobs", headers=HEADERS, timeout=PATIENCE).status_code == 200
         assert not [one for one in worker.net_connections() if one.laddr and one.laddr.port == port]
         process.kill()
         process.wait()
@@ -115,7 +116,7 @@ def test_nothing_is_imported_or_opened_without_a_server(registry: Path) -> None:
         "assert not {'starlette', 'uvicorn', 'httpx', 'platformdirs', 'torch'} & set(sys.modules)\n"
         "assert psutil.Process().net_connections('all') == []\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
     assert not registry.exists()
 
 
@@ -125,7 +126,7 @@ def test_the_thread_leaves_signals_and_loggers_as_they_are(registry: Path) -> No
     loggers = [(one.level, one.propagate, one.disabled, list(one.handlers)) for one in map(logging.getLogger, names)]
     server = ControlServer(build_app(dict, access=Access(TOKEN), listed=list, title=""), port=0)
     server.start()
-    assert httpx.get(f"http://127.0.0.1:{server.port}/").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{server.port}/", timeout=PATIENCE).status_code == 200
     assert [(number, signal.getsignal(number)) for number, _ in handlers] == handlers
     assert [
         (one.level, one.propagate, one.disabled, list(one.handlers)) for one in map(logging.getLogger, names)

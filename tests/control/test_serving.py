@@ -17,14 +17,14 @@ from onstep.control.serving.server import ControlServer
 from onstep.errors import ConfigError
 from onstep.http.access import Access
 from tests.support.control_server import Served, received, served
+from tests.support.waiting import PATIENCE, until
 
 
 def apply_commands(job: Served, *, step: int) -> threading.Thread:
     """What the training thread does: settle the next command."""
 
     def settle() -> None:
-        while not job.inbox.has_new:
-            time.sleep(0.005)
+        until(lambda: job.inbox.has_new)
         for ticket in job.inbox.take():
             job.inbox.settle(ticket, "applied", step=step, result={"saved": True})
 
@@ -182,8 +182,7 @@ def test_there_are_not_too_many_streams_and_a_closed_one_makes_room(job: Served)
     with job.client() as client:
         assert client.get("/jobs/job/events").status_code == 503
         connections.pop().close()
-        while job.raw_status(request) == 503:
-            time.sleep(0.05)
+        until(lambda: job.raw_status(request) != 503)
     for connection in connections:
         connection.close()
 
@@ -233,8 +232,8 @@ def test_a_bug_in_a_handler_is_answered_and_logged_without_its_text(
 
     server = ControlServer(build_app(jobs, access=Access(None), listed=describe_jobs, title="broken"), port=0)
     server.start()
-    answer = httpx.get(f"http://127.0.0.1:{server.port}/jobs/job/status")
-    again = httpx.get(f"http://127.0.0.1:{server.port}/openapi.json")
+    answer = httpx.get(f"http://127.0.0.1:{server.port}/jobs/job/status", timeout=PATIENCE)
+    again = httpx.get(f"http://127.0.0.1:{server.port}/openapi.json", timeout=PATIENCE)
     server.stop()
     assert (answer.status_code, answer.json()) == (500, {"error": "ZeroDivisionError"})
     assert again.status_code == 200
@@ -310,7 +309,7 @@ def test_stop_ends_open_streams_and_frees_the_port(registry: Path) -> None:
         with pytest.raises(httpx.HTTPError):
             list(lines)
         with pytest.raises(httpx.ConnectError):
-            httpx.get(job.url)
+            httpx.get(job.url, timeout=PATIENCE)
         assert not [thread for thread in threading.enumerate() if thread.name == "onstep-control-server"]
         job.server.stop()
         ControlServer(build_app(dict, access=job.access, listed=list, title=""), port=job.server.port).stop()

@@ -14,6 +14,7 @@ import pytest
 from onstep.config import DatasetConfig, TokenizerConfig
 from onstep.data import build_datasets, build_tokenizer, learn_bpe, tokenizer_in_run, tokenizer_source
 from onstep.errors import DataError, MissingExtraError
+from tests.support.waiting import PATIENCE
 
 pytest.importorskip("tokenizers")
 
@@ -82,7 +83,7 @@ def test_processes_at_once_and_apart_learn_the_same(tmp_path: Path) -> None:
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
     started = [start("one", "1"), start("one", "2")]
-    fingerprints = {process.communicate(timeout=60)[0].strip() for process in started}
+    fingerprints = {process.communicate(timeout=PATIENCE)[0].strip() for process in started}
     assert fingerprints == {learn(config, 400).fingerprint}
 
 

@@ -27,6 +27,7 @@ from onstep.data import (
 from onstep.errors import DataError
 from onstep.models import build_transformer
 from onstep.training import forward_step
+from tests.support.waiting import PATIENCE
 
 END = 256
 
@@ -273,7 +274,7 @@ def test_processes_at_once_tokenize_once(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert len(counts.read_text().split()) == 60  # question and answer of each
 

@@ -88,6 +88,7 @@ def shell(hub: SmallHub, directory: Path) -> Iterator[Shell]:
         process.stdin.close()
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_the_commit_that_it_started_on(tmp_path: Path) -> None:
     with small_hub() as hub, shell(hub, tmp_path) as one:
         old = hub.commit("old", "main", "v1")

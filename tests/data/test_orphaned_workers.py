@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.forked_processes import Processes, lives
+from tests.support.waiting import until
 
 KILLED_AT_THE_START_OF_ITS_WORKER = """
 import os, signal, time
@@ -38,11 +38,8 @@ def test_a_worker_whose_process_was_killed_before_torch_looks_ends_too(processes
     codes = processes.run("tests.support.jobs.script_jobs", "script", tmp_path, {"script": "program.py"})
     assert codes == [-signal.SIGKILL]
     worker = int((tmp_path / "worker").read_text())
-    deadline = time.monotonic() + 20
     try:
-        while lives(worker):
-            assert time.monotonic() < deadline, "the worker has outlived its process"
-            time.sleep(0.02)
+        until(lambda: not lives(worker), lambda: "the worker has outlived its process")
     finally:
         with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)

@@ -16,6 +16,7 @@ import pytest
 
 from onstep.data import ByteTokenizer, TokenFile, build_token_file, default_cache_dir
 from onstep.errors import DataError
+from tests.support.waiting import PATIENCE
 
 
 class Letters:
@@ -185,7 +186,7 @@ def test_a_build_that_fails_leaves_nothing_that_looks_whole(tmp_path: Path) -> N
 
 def _build_in_process(directory: Path, barrier: Any, results: Any) -> None:
     files = sorted((directory / "in").iterdir())
-    barrier.wait(60)
+    barrier.wait(PATIENCE)
     token_file = build(files, directory / "cache", Counting(directory))
     results.put((int(token_file.tokens.sum()), token_file.content_hash))
 
@@ -197,9 +198,9 @@ def test_processes_that_start_together_tokenize_once(tmp_path: Path) -> None:
     processes = [context.Process(target=_build_in_process, args=(tmp_path, barrier, results)) for _ in range(3)]
     for process in processes:
         process.start()
-    answers = {results.get(timeout=60) for _ in processes}
+    answers = {results.get(timeout=PATIENCE) for _ in processes}
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE)
         assert process.exitcode == 0
     assert len(answers) == 1
     encoded = [p.name for p in tmp_path.glob("encoded*")]

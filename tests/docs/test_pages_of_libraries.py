@@ -72,6 +72,7 @@ def numbers(directory: Path, output: str) -> list[dict[str, float]]:
     return [{k: v for k, v in one.items() if not k.endswith(TIMED)} for one in history if "train_runtime" not in one]
 
 
+@pytest.mark.slow
 def test_the_script_learns_under_onstep(page: tuple[list[Path], str, str]) -> None:
     [_, ours], script, output = page
     finish(["-m", "onstep.run", script], ours)

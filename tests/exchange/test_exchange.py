@@ -137,6 +137,7 @@ assert optimizer is transformers.Adafactor
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_transformers_itself_gives_onsteps_names(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(REAL)
     words = [sys.executable, "-m", "onstep.run", "script.py"]

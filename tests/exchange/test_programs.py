@@ -115,6 +115,7 @@ Trainer(Net(), args, train_dataset=rows).train()
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_an_unmodified_script_trains_and_its_run_is_rewound(start: Start, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINS)
     done = start("-m", "onstep", "run", "script.py")

@@ -18,6 +18,7 @@ import pytest
 from onstep.checkpoint.storage.store import FileStore
 from onstep.errors import CheckpointError
 from tests.support.faults.fault_saves import DRIVERS, debris, what_is_wrong
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.faults
 
@@ -69,7 +70,7 @@ def test_a_full_disk_of_the_run_directory_costs_no_point_that_a_checkpoint_cover
     module = "tests.support.faults.child_full_log"
     places = [str(disk), str(elsewhere), str(corpus), str(token_cache)]
     command = [*SMALL_DISK, job, "sh", *places, sys.executable, module]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ}, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ}, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["killed"], report["resumed"], report["waited"]) == (-9, 0, 0), report["output"]

@@ -77,6 +77,7 @@ def check_changed(name: str, honest: Path, examples: int) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.slow
 def test_honest_files_are_read_through_every_door(name: str, honest: Path) -> None:
     form = FORMATS[name]
     for variant in dict.fromkeys(form.variants or (None,)):

@@ -60,6 +60,7 @@ def num_kills(outcomes: Counter[str]) -> int:
 
 
 @pytest.mark.parametrize("door", ["pretrain", pytest.param("trainer", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_few_kills_change_no_curve(make_run: Make, record_property: Count, door: str) -> None:
     outcomes = storm(make_run, undisturbed(make_run, door), most=4, seed=1)
     record_property("kills", num_kills(outcomes))

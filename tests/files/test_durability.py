@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE
+
 
 def test_an_append_that_the_disk_refuses_halfway_leaves_the_file_unchanged(tmp_path: Path) -> None:
     """A limit of 10 bytes on files stands for a full disk: the first 4 of the 9 bytes are written."""
@@ -22,5 +24,5 @@ def test_an_append_that_the_disk_refuses_halfway_leaves_the_file_unchanged(tmp_p
         "except OSError:\n"
         "    append_all(descriptor, b'4,5\\n')\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=PATIENCE)
     assert path.read_bytes() == b"1,2,3\n4,5\n"

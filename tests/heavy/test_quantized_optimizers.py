@@ -6,12 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from onstep.checkpoint.format.codec import encode_state
 from onstep.checkpoint.format.decoding import decode_state
 from onstep.config import OptimizerConfig
 from onstep.config.sections.optimizer import OF_PACKAGES
+from onstep.errors import ConfigError
 from onstep.optim import TrainingOptimizer, build_optimizer
 from onstep.training.checkpointing.optimizer_state import OptimizerState
 
@@ -62,3 +66,15 @@ def test_a_stored_state_continues_exactly_and_a_bad_step_changes_nothing(name: s
     train(fresh, continued, range(6, 7), scale=float("nan"))
     for one, expected in zip(fresh.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, expected)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_torch_8bit"])
+def test_parameters_in_shards_are_refused(name: str) -> None:
+    kind = type(made(name)[1].optimizer)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(128, 64), mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ConfigError, match=f"{kind.__name__} of .* has quantized state"):
+            TrainingOptimizer(kind(model.parameters()))
+    finally:
+        dist.destroy_process_group()

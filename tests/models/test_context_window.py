@@ -49,6 +49,7 @@ def model(request: pytest.FixtureRequest) -> Transformer:
     return found
 
 
+@pytest.mark.slow
 def test_the_loss_by_position_is_flat_beyond_the_trained_length(model: Transformer) -> None:
     losses = token_losses(model, patterns(16, 5 * TRAINED, seed=1_000)).mean(0)
     within, beyond = losses[PERIOD - 1 : TRAINED].mean(), losses[TRAINED:]

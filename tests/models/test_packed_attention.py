@@ -74,6 +74,7 @@ def test_long_packed_documents_come_out_as_each_on_its_own(way: str, groups: int
     assert_close(losses_and_gradients(model, tokens, labels, document_ids=ids_of()), alone(model, tokens, labels))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_the_same_numbers_in_one_graph() -> None:
     model, lengths = model_of(num_layers=1, num_query_groups=2), [[700, 3, 1, 400, 96]]
     tokens = some_tokens(1, 1200)

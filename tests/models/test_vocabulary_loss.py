@@ -191,6 +191,7 @@ def test_what_is_saved_for_the_backward_pass_is_not_the_logits(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.slow
 def test_a_compiled_model_has_the_same_loss_without_a_break(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = results(model_of(False), reduction, True)
     monkeypatch.setattr(vocabulary_loss, "CHUNK_BYTES", 20 * 4 * 64)

@@ -160,6 +160,7 @@ def journal_of(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("ranks", "step"), [(2, 6), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 6), (2, 8)))]
 )
+@pytest.mark.slow
 def test_a_killed_fork_continues_with_the_same_command(
     parent: Path, processes: Processes, tmp_path: Path, ranks: int, step: int
 ) -> None:

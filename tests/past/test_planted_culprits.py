@@ -57,6 +57,7 @@ def check(processes: Processes, base_of: Bases, number: int, directory: Path) ->
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 4])
+@pytest.mark.slow
 def test_a_planted_culprit_is_first(processes: Processes, base_of: Bases, tmp_path: Path, number: int) -> None:
     check(processes, base_of, number, tmp_path)
 

@@ -200,12 +200,25 @@ def test_what_cannot_be_found_is_one_line(
     assert error in line
 
 
+DIVIDED = [
+    "use_distributed_optimizer=true",
+    "overlap_grad_reduce=true",
+    "overlap_param_gather=true",
+    "bucket_cap_mb=0.01",
+]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [[], ["parallel.data_parallel_shard_size=2"], [f"ddp.{one}" for one in DIVIDED]],
+    ids=["ddp", "fsdp", "distopt"],
+)
 def test_two_ranks_find_a_step_and_blame_its_samples(
-    processes: Processes, corpus: Path, token_cache: Path, tmp_path: Path
+    processes: Processes, corpus: Path, token_cache: Path, tmp_path: Path, layout: list[str]
 ) -> None:
     shell = Shell(processes, tmp_path)
-    words = [*SMALL, f"dataset.paths=[{corpus}]", f"dataset.cache_dir={token_cache}", "run.name=x"]
+    words = [*SMALL, *layout, f"dataset.paths=[{corpus}]", f"dataset.cache_dir={token_cache}", "run.name=x"]
     done = shell.onstep(
         "train", *words, "train.micro_batch_size=1", "logger.log_interval=1", "checkpoint.save_interval=3", ranks=2
     )

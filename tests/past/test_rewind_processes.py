@@ -65,3 +65,28 @@ def test_ranks_are_repeated_to_the_bit_on_as_many(
         assert "not to the bit from step 4 on" in past.comparison.summary
         assert "the run had 2 ranks, this has 1" in past.comparison.summary
     assert content_of(run) == before
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_samples_and_layers_are_measured_alike_whether_ranks_divide_weights_or_updates_or_nothing(
+    corpus: Path, token_cache: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """But for the gradient of a sample, of which there is none where weights are in shards."""
+    flags = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    divided = {"ddp__bucket_cap_mb": 0.01} | {f"ddp__{one}": True for one in flags}
+    layouts = {"ddp": {}, "distopt": divided, "fsdp": {"parallel__data_parallel_shard_size": 2}}
+    found = {}
+    for name, changes in layouts.items():
+        settings = {"corpus": str(corpus), "cache": str(token_cache), "step": 6, "changes": changes}
+        found[name], other = processes.results(JOBS, "views", tmp_path / name, settings)
+        assert found[name].pop("summary").startswith("equal to the bit")
+        assert other.pop("summary").startswith("not compared")
+        assert other == found[name], "all ranks see the same"
+    replicas = found.pop("ddp")
+    for one in found.values():
+        for own, expected in zip(one["samples"] + one["layers"], replicas["samples"] + replicas["layers"], strict=True):
+            assert own == pytest.approx(expected, rel=1e-5)
+    for own, expected in zip(found["distopt"]["gradients"], replicas["gradients"], strict=True):
+        assert own == pytest.approx(expected, rel=1e-5)
+    assert found["fsdp"]["gradients"] == [[None, None]] * 4

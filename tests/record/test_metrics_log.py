@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from onstep.errors import OnstepError
 from onstep.record import MetricsLog, MetricsLogError, MetricsLogHeldError, align, read_records, set_aside
+from tests.support.waiting import until
 
 RECORDS = [
     {"global_step": 0, "note": 'a "quoted" {brace} \\ and ☃ é\n', "list": [1, 2.5e-7, -3]},
@@ -423,9 +424,11 @@ def test_sigkill_at_any_moment_costs_at_most_the_record_being_written(path: Path
     start = 0
     for _ in range(5):
         command = [sys.executable, "-c", WRITER, str(path), str(start)]
+        before = path.stat().st_size if path.exists() else 0
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
+        until(lambda before=before: path.exists() and path.stat().st_size > before)
         time.sleep(random.uniform(0.0, 0.1))
         process.kill()
         process.wait()

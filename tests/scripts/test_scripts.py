@@ -81,6 +81,7 @@ LIKE_ONE = ("clm", "summarization", "weighted")
 @pytest.mark.parametrize(
     "name", ["qa", "lora", "llava", *(pytest.param(name, marks=pytest.mark.slow) for name in LIKE_ONE)]
 )
+@pytest.mark.slow
 def test_a_script_gives_the_same_on_two_ranks(name: str, server: Processes, inputs: Path, tmp_path: Path) -> None:
     """As started by torchrun. Not for BERT's own losses: Hugging Face multiplies them by the ranks, by mistake."""
     assert not differences(*outcomes(server, CASES[name], inputs, tmp_path, ranks=2))

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 _ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -68,7 +70,7 @@ class Watched:
 
     def until(self, expression: str) -> None:
         """Wait until an expression of the page is true. Playwright's own way requires a policy that allows eval."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while not self.page.evaluate(f"() => Boolean({expression})"):
             assert time.monotonic() < deadline, expression
             self.page.wait_for_timeout(30)
@@ -81,7 +83,7 @@ def new_page(chromium: Any) -> Iterator[Callable[..., Watched]]:
 
     def new(**options: Any) -> Watched:
         contexts.append(chromium.new_context(**options))
-        contexts[-1].set_default_timeout(15_000)
+        contexts[-1].set_default_timeout(1000 * PATIENCE)
         made.append(Watched(contexts[-1].new_page()).watch())
         return made[-1]
 

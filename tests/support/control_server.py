@@ -17,6 +17,7 @@ from onstep.control.serving.app import build_app
 from onstep.control.serving.served_job import LiveJob
 from onstep.control.serving.server import ControlServer
 from onstep.http.access import Access
+from tests.support.waiting import PATIENCE
 
 TOKEN = "5f" * 32
 
@@ -33,15 +34,17 @@ class Served:
 
     def client(self, **settings: Any) -> httpx.Client:
         """A client with the token."""
-        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=20, **settings)
+        return httpx.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE, **settings
+        )
 
     def stranger(self, **settings: Any) -> httpx.Client:
         """A client without a token."""
-        return httpx.Client(base_url=self.url, timeout=20, **settings)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, **settings)
 
     def connect(self) -> socket.socket:
         """A raw connection."""
-        return socket.create_connection(("127.0.0.1", self.server.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.server.port), timeout=PATIENCE)
 
     def raw(self, request: bytes) -> bytes:
         """What the server answers to these bytes, until it closes the connection or falls silent."""

@@ -5,6 +5,7 @@ Run as a module it is the server: each line of its input is a JSON object, each 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -18,12 +19,14 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.support import power
+from tests.support.waiting import PATIENCE, until
 
 _IMPORTED = (
     "torch",
@@ -49,9 +52,10 @@ _IMPORTED = (
 """What a run imports on its way (torch its compiler for the meta device), which takes longer than a small run."""
 _SHARED = re.compile(
     r"(onstep|tests\.support)\.(?!as_transformers|exchange|run\b|jobs)(?!.*_jobs\b)"
-    r"|torch\.(distributed|utils)\b"
+    r"|(torch\.(distributed|utils)|_?pytest)\b"
 )
 """What the server imports once a rank has. Not modules of jobs, which may read their rank when they are imported."""
+_PR_SET_PDEATHSIG = 1
 _NOT_SHARED = {"accelerate", "datasets", "huggingface_hub", "peft", "transformers"}
 """Packages that read the environment when they are imported, or change what a run does by being imported: a rank that
 had to import one shares nothing, as any of its modules may have imported it."""
@@ -133,13 +137,10 @@ class Child:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """The exit code; can be asked for once."""
-        deadline = time.monotonic() + seconds
-        while not (codes := self.processes.exit_codes(self.pid)):
-            assert time.monotonic() < deadline, f"process {self.pid} still lives after {seconds} s"
-            time.sleep(0.005)
-        return codes[0]
+        words = f"process {self.pid} still lives after {seconds} s"
+        return until(lambda: self.processes.exit_codes(self.pid), lambda: words, seconds=seconds)[0]
 
     @property
     def is_alive(self) -> bool:
@@ -177,6 +178,7 @@ def serve() -> None:
 
     What imported modules print goes to standard error, as some print: transformers does where W&B is offline.
     """
+    end_with_the_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in (*_IMPORTED, *sys.argv[1:]):
@@ -196,8 +198,9 @@ def serve() -> None:
                 importlib.import_module(name)
         if learned:
             gc.freeze()
-        port = _free_port()
-        children = [_fork(request, rank, port, answers.fileno(), telling) for rank in range(request.get("ranks", 0))]
+        ranks = request.get("ranks", 0)
+        with held_port() if ranks > 1 else nullcontext(0) as port:
+            children = [_fork(request, rank, port, answers.fileno(), telling) for rank in range(ranks)]
         if "ended" in request:
             answer = list(_ended([request["ended"]]).values())
         else:
@@ -242,6 +245,7 @@ def _read_all(told: int) -> str:
 def _be_rank(request: dict[str, Any], rank: int, port: int) -> int:
     directory = Path(request["folder"])
     os.chdir(directory)
+    end_with_the_parent()
     if request.get("goes_on"):
         os.setsid()
     output = os.open(directory / f"rank-{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -265,9 +269,15 @@ def _be_rank(request: dict[str, Any], rank: int, port: int) -> int:
     return 0
 
 
+def end_with_the_parent() -> None:
+    """Have Linux kill this process once its parent has ended: killed tests leave no ranks behind that hang."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _wait_for(children: list[int]) -> list[int]:
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while len(codes) < len(children):
         codes |= _ended([child for child in children if child not in codes])
         if any(code < 0 for code in codes.values()) or time.monotonic() > deadline:
@@ -284,13 +294,20 @@ def _ended(children: list[int]) -> dict[int, int]:
     return {child: os.waitstatus_to_exitcode(status) for child, status in found if child}
 
 
-def _free_port() -> int:
-    """A port below those that the system gives to connections, so that none takes it before rank 0 listens there."""
-    while True:
-        with socket.socket() as one, suppress(OSError):
-            port = random.randrange(10_000, 32_000)
-            one.bind(("127.0.0.1", port))
-            return port
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port for rank 0 to listen on, which no connection and no other of these servers takes before.
+
+    It is below those that the system gives to connections. The socket that holds it lives on in forked processes; only
+    one that says `SO_REUSEADDR`, as the store of torch does, can be bound beside it.
+    """
+    with socket.socket() as one:
+        while True:
+            with suppress(OSError):
+                one.bind(("127.0.0.1", random.randrange(10_000, 32_000)))
+                break
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only now: the bind must be refused beside another
+        yield one.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ import os
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import pytest
+
+from tests.support.waiting import PATIENCE, until
 
 Points = list[tuple[int, float]]
 
@@ -97,13 +98,13 @@ def wandb_segments(directory: Path, num_finished: int = 1) -> list[WandbSegment]
 
     W&B's process writes the end of a file after `finish` has returned.
     """
-    deadline = time.monotonic() + 20
-    while True:
+
+    def whole() -> list[WandbSegment]:
         found = [WandbSegment(path) for path in directory.glob("wandb/offline-run-*/run-*.wandb")]
-        if sum(one.exit_code is not None for one in found) >= num_finished:
-            return sorted(found, key=lambda one: (one.run.start_time.seconds, one.run.start_time.nanos))
-        assert time.monotonic() < deadline, [one.path for one in found]
-        time.sleep(0.05)
+        return found if sum(one.exit_code is not None for one in found) >= num_finished else []
+
+    found = until(whole) if num_finished else []
+    return sorted(found, key=lambda one: (one.run.start_time.seconds, one.run.start_time.nanos))
 
 
 def mlflow_runs(directory: Path, experiment: str = "onstep") -> tuple[Any, list[Any]]:
@@ -170,6 +171,6 @@ print(json.dumps({one["id"]: Store.get_logs(project, name, run_id=one["id"]) for
 """
     environment = {**os.environ, "TRACKIO_DIR": str(store)}
     command = [sys.executable, "-c", code, project, run]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE)
     logs: dict[str, list[dict[str, Any]]] = json.loads(answer.stdout.splitlines()[-1])
     return logs

@@ -30,6 +30,7 @@ from onstep.trackers.lines import Line, MemoryLines, RecordLines
 from onstep.trackers.tracker_logger import TrackerLogger
 from tests.support.hostile_trackers import Hanging, Raising, Remembering, identity
 from tests.support.tracker_files import scalars, table
+from tests.support.waiting import PATIENCE
 
 
 class Kept(Remembering):
@@ -194,7 +195,7 @@ feed.finish_close(0.1)
 assert "torch" not in sys.modules
 """
     command = [sys.executable, "-c", script, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (ended.returncode, ended.stderr.count("is behind")) == (0, 1), ended.stderr
 
 

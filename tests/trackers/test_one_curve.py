@@ -20,6 +20,7 @@ from onstep.record import read_records
 from tests.support.hostile_trackers import Remembering
 from tests.support.resuming import Interrupted
 from tests.support.tracker_files import age, metrics_log_values, scalars, table
+from tests.support.waiting import PATIENCE
 
 JOB = "rolled-back"
 Points = list[tuple[int, float]]
@@ -47,7 +48,7 @@ def client() -> httpx.Client:
     info = read_info(JOB)
     assert info is not None
     headers = {"Authorization": f"Bearer {read_token(JOB)}"}
-    return httpx.Client(base_url=info.endpoint_url, headers=headers, timeout=20, trust_env=False)
+    return httpx.Client(base_url=info.endpoint_url, headers=headers, timeout=PATIENCE, trust_env=False)
 
 
 def by_command(context: Any) -> None:

@@ -94,6 +94,7 @@ def test_the_identity_comes_from_run_json_and_is_kept_apart_from_the_runs_own(tm
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb", "comet"])
+@pytest.mark.slow
 def test_each_replay_is_a_run_of_its_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_keys(monkeypatch, tmp_path)
     path = metrics_log(tmp_path, [loss_at(1), loss_at(2)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.support.tracker_reading import (
     trackio_logs,
     wandb_segments,
 )
+from tests.support.waiting import until
 from tests.support.whole_runs import Ranks
 
 pytestmark = pytest.mark.process
@@ -81,6 +81,7 @@ def assert_each_step_once(points: Points, run: Path, name: str) -> None:
     assert newest(points) == pytest.approx(expected(run, name), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_wandb_has_a_segment_a_process_in_one_run(run: Path) -> None:
     segments = wandb_segments(run)
     run_id = json.loads((run / "run.json").read_text())["run_id"]
@@ -121,10 +122,7 @@ def test_trackio_has_one_run(runs: Ranks, run: Path) -> None:
 def test_trackers_leave_nothing_on_the_console_and_no_process_behind(runs: Ranks, run: Path) -> None:
     assert "wandb:" not in runs.output("killed")
     assert "COMET" not in runs.output("killed")
-    deadline = time.monotonic() + 20
-    while left := [process for process in psutil.process_iter() if _is_of(process, runs.directory)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    until(lambda: not [process for process in psutil.process_iter() if _is_of(process, runs.directory)])
 
 
 def _is_of(process: psutil.Process, directory: Path) -> bool:

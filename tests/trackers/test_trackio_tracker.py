@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.support.tracker_reading import trackio_logs
+from tests.support.waiting import PATIENCE
 
 SCRIPT = """
 import math, sys, threading
@@ -32,7 +33,7 @@ def test_a_run_goes_on_in_the_local_store_and_nothing_is_printed(tmp_path: Path)
     store = tmp_path / "store"
     environment = {**os.environ, "TRACKIO_DIR": str(store), "HOME": str(tmp_path)}
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     logs = trackio_logs(store, "p", "pretty")
     assert list(logs) == ["run-1"]

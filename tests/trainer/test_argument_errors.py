@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,24 @@ def test_errors_name_no_parameters_of_the_other_door(
 
 
 def test_a_word_that_is_no_value_of_its_key_is_not_quoted() -> None:
-    assert in_arguments("train.train_iters=int with more digits", ["train.train_iters"]) == (
-        "config_overrides['train.train_iters']=int with more digits"
+    assert in_arguments("train.train_iters=int with more digits", {"train.train_iters": "iters"}) == (
+        "iters=int with more digits"
     )
-    assert in_arguments("run.name=mine is taken") == "config_overrides['run.name']='mine' is taken"
+    assert in_arguments("run.name=mine is taken", {}) == "config_overrides['run.name']='mine' is taken"
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"fsdp_config": {"transformer_layer_cls_to_wrap": "Linea"}}, r"fsdp_config['transformer_layer_cls_to_wrap']"),
+        ({"config_overrides": {"fsdp.wrap": ["Linea"]}}, "config_overrides['fsdp.wrap']"),
+        ({"config_overrides": {"fsdp": {"wrap": ["Linea"]}}}, "config_overrides['fsdp.wrap']"),
+    ],
+)
+def test_an_error_names_the_argument_by_which_blocks_were_named(
+    tmp_path: Path, options: dict[str, Any], name: str
+) -> None:
+    args = arguments(tmp_path, fsdp="full_shard", **options)
+    said = f"^{re.escape(name)} names 'Linea', .* Did you mean 'Linear'"
+    with pytest.raises(ConfigError, match=said):
+        quiet(Regression(), args, regression_rows(8)).train()

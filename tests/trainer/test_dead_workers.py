@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from onstep.errors import DataError
 from tests.support.small_models import Regression, arguments, quiet, regression_rows
+from tests.support.waiting import PATIENCE
 
 # torch's handler of SIGCHLD raises wherever its own code is, also while that opens a file
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -84,11 +85,16 @@ Own(Model(2, 1), args, train_dataset=[{"x": torch.ones(2)}] * 8).train()
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_for_spawned_workers_is_told_to_have_one(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWNS)
     ended = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(script), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert ended.returncode == 1
     assert 'put what starts the training under if __name__ == "__main__":' in ended.stderr

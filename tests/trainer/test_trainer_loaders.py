@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -24,6 +23,7 @@ from onstep.errors import ConfigError, DataError
 from tests.support.seen_samples import SeenSamples
 from tests.support.small_models import Regression, regression_rows
 from tests.support.started_rows import Started
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 
@@ -574,9 +574,7 @@ def test_workers_read_as_far_ahead_as_the_factor_says(tmp_path: Path, kind: type
     class Looks(Callback):
         def on_train_step_start(self, context: Any) -> None:
             if not ahead:
-                until = time.monotonic() + 20  # for the worker to read what it may
-                while reads.value < 2 * (1 + factor) and time.monotonic() < until:
-                    time.sleep(0.01)
+                until(lambda: reads.value >= 2 * (1 + factor))
                 ahead.append(reads.value // 2 - 1)
 
     made(kind, tmp_path, rows=Started(reads), callbacks=[Looks()], max_steps=2, **options).train()

@@ -16,6 +16,7 @@ import torch
 from onstep.data import TrainLoader
 from onstep.training.lifecycle.data_timeout import DataTimeout, DataWait
 from onstep.training.runs.signals import DistributedSignalHandler
+from tests.support.waiting import PATIENCE
 
 
 class SlowRows(torch.utils.data.Dataset[Any]):
@@ -47,7 +48,7 @@ def signal_while_waiting(rows: SlowRows) -> Iterator[None]:
     """Sends SIGUSR1 to this process once the data set waits."""
 
     def send() -> None:
-        if rows.is_waiting.wait(60):
+        if rows.is_waiting.wait(PATIENCE):
             os.kill(os.getpid(), signal.SIGUSR1)
 
     thread = threading.Thread(target=send)
@@ -175,7 +176,7 @@ def test_without_a_timeout_the_data_is_waited_for() -> None:
     loader.read(2)
 
     def free() -> None:
-        rows.is_waiting.wait(60)
+        rows.is_waiting.wait(PATIENCE)
         rows.stuck = False
         os.kill(os.getpid(), signal.SIGUSR1)
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from onstep.config.parallel_sizes import ParallelSizes
-from onstep.training.watchdog.diagnosis import FailureDiagnosis, decide_on, diagnose, report, worker_frame
+from onstep.training.watchdog.diagnosis import (
+    FailureDiagnosis,
+    decide_on,
+    diagnose,
+    divided_warning,
+    report,
+    worker_frame,
+)
 from onstep.training.watchdog.gathers import gather_hint
 from onstep.training.watchdog.rank_report import TERMINATED, Failure, RankReport
 
@@ -222,6 +229,9 @@ def test_ranks_that_wait_for_a_block_that_others_do_not_call_are_said_to() -> No
     waits = rank(**WAITING)
     hint = gather_hint({0: waits, 1: waits, 2: waits}, {0: GATHERS, 1: REDUCES, 2: ""})
     assert hint.startswith("rank 0 waits to gather the weights of a block, and ranks 1, 2 wait in another collective.")
+    sizes = ParallelSizes(dp_shard=3)
+    named = gather_hint({0: waits, 1: waits, 2: waits}, {0: GATHERS, 1: REDUCES, 2: ""}, sizes.place)
+    assert named.startswith("rank 0, dp_shard 0 waits"), named
     assert not gather_hint({0: waits, 1: rank(idle_seconds=12.0)}, {0: GATHERS, 1: ""}), "it has not arrived yet"
     assert not gather_hint({0: waits, 1: waits}, {0: GATHERS, 1: GATHERS})
     assert not gather_hint({0: waits, 1: waits}, {0: REDUCES, 1: ""})
@@ -247,3 +257,26 @@ def test_the_last_report_of_a_rank_of_another_machine_is_not_taken_for_its_end()
     final = replace(last, is_final=True, step=3, activity="computing a step")
     line = decide_on(FailureDiagnosis("died", 1), final, 0).line
     assert line == "rank 1 is gone (its process was killed or crashed) at step 3, while it is computing a step"
+
+
+def test_ranks_that_wait_in_a_callback_that_others_are_not_in_are_named_before_the_run_ends() -> None:
+    waits = rank(is_waiting=True, is_in_collective=True, limit_seconds=600.0, idle_seconds=20.0)
+    inside = replace(waits, event="on_step_end", callback="Exporter", place="export.py:7 in on_step_end")
+    place = ParallelSizes(dp_shard=2).place
+    said = divided_warning({0: inside, 1: waits}, place)
+    where = (
+        "waits in a collective on rank 0, dp_shard 0 at export.py:7 in on_step_end, and rank 1, dp_shard 1 elsewhere"
+    )
+    assert said.startswith(f"callback 'Exporter' during 'on_step_end' {where}: ")
+    for quiet in (
+        {0: inside, 1: replace(waits, idle_seconds=5.0)},
+        {0: replace(inside, is_waiting=False), 1: waits},
+        {0: inside, 1: inside},
+        {0: waits, 1: waits},
+        {0: inside, 1: replace(waits, is_done=True)},
+    ):
+        assert not divided_warning(quiet, place)
+    late: dict[str, Any] = {"idle_seconds": 70.0}
+    for first, found in ((inside, FailureDiagnosis("hung", 0)), (waits, None)):  # the latter may be a slow network
+        ranks = {0: replace(first, **late), 1: replace(waits, **late)}
+        assert diagnose(ranks, interval=0.5, stopped_seconds=600.0) == found

@@ -47,6 +47,22 @@ def test_the_gradient_of_a_step_is_that_of_the_loss_and_the_mean_of_the_auxiliar
     check(step_gradient(model, step, batches, small_state(batch=8)), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor.*:UserWarning")
+@pytest.mark.parametrize("recompute", [None, pytest.param("full", marks=pytest.mark.slow)])
+def test_compiled_blocks_have_the_gradient_of_plain_ones(recompute):
+    """The scale of the auxiliary losses is known only after the forward pass."""
+    batches = split(RaggedRows(8), [4, 4])
+    model, other = (moe_model(num_layers=1, recompute_granularity=recompute) for _ in range(2))
+    plain = step_gradient(other, sum_step, batches, small_state(batch=8))
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    compiled = step_gradient(model, sum_step, batches, small_state(batch=8))
+    for name, one in plain.items():
+        torch.testing.assert_close(compiled[name], one, rtol=1e-5, atol=1e-6, msg=name)
+    torch._dynamo.reset()
+
+
 def test_the_loss_scaler_scales_the_auxiliary_losses_too():
     batches = split(RaggedRows(8), [2, 2, 2, 2])
     model = moe_model()

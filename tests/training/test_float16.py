@@ -335,3 +335,21 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(processes: Processes, tmp
     assert one["scales"] == other["scales"] == [1024.0, 512.0, 512.0, 512.0]
     assert one["norms"] == other["norms"]
     assert one["weights"] == other["weights"]
+
+
+@pytest.mark.distributed
+def test_a_model_in_shards_trains_in_float16_as_one_process(processes: Processes, tmp_path: Path) -> None:
+    jobs = "tests.support.jobs.float16_jobs"
+    [alone] = processes.results(jobs, "shards", tmp_path / "one", {"overflows": False}, ranks=1)
+    for found in processes.results(jobs, "shards", tmp_path / "two", {"overflows": False}):
+        assert found["skipped"] == alone["skipped"] == [False] * 4
+        assert found["losses"] == pytest.approx(alone["losses"], rel=2e-3)
+        assert found["norms"] == pytest.approx(alone["norms"], rel=1e-2)
+
+
+@pytest.mark.distributed
+def test_an_overflow_in_the_shards_of_one_rank_skips_the_step_on_all(processes: Processes, tmp_path: Path) -> None:
+    one, other = processes.results("tests.support.jobs.float16_jobs", "shards", tmp_path, {"overflows": True})
+    assert one == other
+    assert one["skipped"] == [False, True, False, False]
+    assert one["scales"] == [1024.0, 512.0, 512.0, 512.0]

@@ -20,6 +20,7 @@ from onstep.training import (
     maybe_check_weight_hash_across_dp_replicas,
     should_disable_forward_pre_hook,
 )
+from onstep.training.feature import Interruption
 from onstep.training.verification import weight_hash
 from tests.support.small_runs import TinyModel, eval_loader, run, small_state
 
@@ -237,12 +238,88 @@ def test_main_parameters_are_copied_only_where_buffers_are_shared(reuse: bool, o
     assert chunk.log.count("copy") == copied, "the hooks are off"
 
 
-def test_a_checkpoint_is_taken_with_the_hooks_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_checkpoint_is_taken_with_the_hooks_off(tmp_path: Path, is_async: bool) -> None:
     chunk = GatheringChunk()
     state = small_state(train_iters=3)
     state.cfg.checkpoint.save, state.cfg.checkpoint.save_interval = str(tmp_path), 2
+    state.cfg.checkpoint.async_save = is_async
     manager, seen = CallbackManager(), []
     manager.register("on_checkpoint_save_start", lambda _: seen.append(chunk.is_on))
     run(state, manager, model=chunk, optimizer=Chained(chunk))
     assert seen == [False, False]
-    assert chunk.log.count("off, gathered") == 3, "two saves, and the end"
+    assert _toggled(chunk) == ["off", "on", *_PAUSED, *_PAUSED, "prepare", "off, gathered"], "two saves, and the end"
+
+
+def _toggled(chunk: GatheringChunk) -> list[str]:
+    return [one for one in chunk.log if one not in ("zero", "copy")]
+
+
+_PAUSED = ("prepare", "off, gathered", "on")
+
+
+@pytest.mark.parametrize("work", ["generate", "export"])
+def test_hooks_are_off_while_text_is_generated_and_the_model_exported(work: Interruption) -> None:
+    chunk, seen, manager = GatheringChunk(), [], CallbackManager()
+    state = small_state(train_iters=3)
+
+    def read(context: Any) -> None:
+        with state.features.pause(work):
+            seen.append(chunk.is_on)
+
+    manager.register("on_train_step_start", read)
+    run(state, manager, model=chunk, optimizer=Chained(chunk))
+    assert seen == [False] * 3
+    assert _toggled(chunk) == ["off", "on", *_PAUSED, *_PAUSED, "prepare", "off, gathered"]
+
+
+def test_hooks_are_off_while_a_command_is_carried_out_and_a_checkpoint_loaded(tmp_path: Path) -> None:
+    chunk, seen, manager = GatheringChunk(), [], CallbackManager()
+    state = small_state(train_iters=4)
+    state.cfg.checkpoint.save, state.cfg.checkpoint.save_interval = str(tmp_path), 1
+    state.cfg.checkpoint.save_at_end = False
+
+    def ask(context: Any) -> None:
+        if context.state.train_state.step == 3 and not seen:
+            context.control.command("look")
+            context.control.rollback("a test", to_step=1)
+
+    manager.register("on_step_end", ask)
+    for event in ("on_command", "on_checkpoint_load"):
+        manager.register(event, lambda _, event=event: seen.append((event, chunk.is_on)))
+    run(state, manager, model=chunk, optimizer=Chained(chunk))
+    assert seen == [("on_command", False), ("on_checkpoint_load", False)]
+    saves = 2 + 3  # of steps 1 and 2; after the rollback, of 2, 3 and 4
+    assert _toggled(chunk) == ["off", "on", *_PAUSED * (saves + 2), "prepare", "off, gathered"]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_after_an_error_hooks_are_on_if_they_were(step: int) -> None:
+    """Before the first update and in an evaluation, where they are off, as well as between steps."""
+    chunk, manager = GatheringChunk(), CallbackManager()
+
+    def fail(context: Any) -> None:
+        if context.state.train_state.step == step - 1:
+            raise OSError("broken")
+
+    manager.register("on_pre_optimizer_step", fail)
+    with pytest.raises(OSError, match="broken"):
+        run(small_state(train_iters=4), manager, model=chunk, optimizer=Chained(chunk))
+    assert chunk.is_on
+    assert chunk.config.param_sync_func == "sync"
+    assert _toggled(chunk) == ["off", "on"]
+
+
+def test_an_error_in_an_evaluation_leaves_the_hooks_on() -> None:
+    chunk, manager = GatheringChunk(), CallbackManager()
+
+    def fail(_: Any) -> None:
+        assert not chunk.is_on
+        raise OSError("broken")
+
+    manager.register("on_eval_step_end", fail)
+    state = small_state(train_iters=3)
+    state.cfg.validation.eval_interval = 2
+    with pytest.raises(OSError, match="broken"):
+        run(state, manager, valid=eval_loader(), model=chunk, optimizer=Chained(chunk))
+    assert _toggled(chunk) == ["off", "on", *_PAUSED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from itertools import repeat
@@ -86,10 +87,13 @@ def calls_of_quiet_steps(data: Any) -> Counter[tuple[str, str]]:
     state.cfg.optimizer.clip_grad = 0.0
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     before = sys.getprofile()
+    gc.collect()  # what earlier tests have left is not closed meanwhile
+    gc.disable()
     try:
         run(state, step=forward, data=data, model=model, optimizer=optimizer)
     finally:
         sys.setprofile(before)
+        gc.enable()
     assert forward.num_calls == WARMUP + STEPS + 1
     return forward.calls
 

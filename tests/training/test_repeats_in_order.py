@@ -268,6 +268,7 @@ def test_a_save_that_a_kill_kept_from_being_recorded_contains_what_came_before_i
 
 
 @pytest.mark.parametrize("after", [[rate(0.3)], [back(5, 0.5)], []])
+@pytest.mark.slow
 def test_a_rollback_of_a_paused_run_to_the_step_where_it_waits_is_repeated_there(make: Make, after: Any) -> None:
     def steered(name: str, dies_at: int | None) -> tuple[dict[int, float], list[tuple[int, str]]]:
         config, manager, rates, seen = make(name), CallbackManager(), {}, []

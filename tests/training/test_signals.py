@@ -8,7 +8,6 @@ import os
 import pty
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +16,11 @@ from typing import Any
 import pytest
 
 from onstep.errors import ConfigError
+from onstep.training.runs import signals
 from onstep.training.runs.signals import DistributedSignalHandler, Preempted, signal_numbers
 from tests.support.forked_processes import Child, Processes, output_of
 from tests.support.pseudo_terminal import read_terminal
+from tests.support.waiting import until
 
 JOBS = "tests.support.jobs.signal_jobs"
 Start = Callable[..., Child]
@@ -55,11 +56,7 @@ def wait_for(path: Path, running: Child) -> Any:
 
 
 def wait_until(is_true: Callable[[], bool], running: Child) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert running.is_alive or is_true(), f"it has ended: {running.wait()}"
-        assert time.monotonic() < deadline, "the process did not get there in a minute"
-        time.sleep(0.01)
+    until(is_true, lambda: f"it has ended: {not running.is_alive}", while_true=lambda: running.is_alive)
 
 
 def test_a_signal_sets_the_flag_and_says_so_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +68,19 @@ def test_a_signal_sets_the_flag_and_says_so_on_standard_error(capfd: pytest.Capt
         capfd.readouterr().err
         == "Received SIGUSR1: saving and stopping after this step; a second SIGUSR1 ends the run without saving\n"
     )
+
+
+def test_in_a_batch_job_no_second_signal_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SLURM and the launcher send the same one, in their own time."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setattr(signals, "REPEAT_WINDOW_SECONDS", -1.0)
+    with DistributedSignalHandler(["SIGUSR2", "SIGTERM"]) as handler:
+        for number in (signal.SIGUSR2, signal.SIGUSR2, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert handler.signal_name == "SIGUSR2"
+    assert capfd.readouterr().err == "Received SIGUSR2: saving and stopping after this step\n"
 
 
 def test_on_a_terminal_it_takes_the_place_of_the_bar() -> None:
@@ -148,7 +158,7 @@ def test_a_second_signal_leaves_at_once(process: Start, tmp_path: Path) -> None:
     running.send_signal(signal.SIGTERM)
     assert wait_for(tmp_path / "first", running) == "SIGTERM"
     running.send_signal(signal.SIGINT)
-    assert running.wait(60) == -signal.SIGINT
+    assert running.wait() == -signal.SIGINT
 
 
 def test_preempted_ends_the_process_with_75() -> None:
@@ -236,7 +246,7 @@ def test_workers_survive_a_signal_to_the_process_group(process: Start, tmp_path:
     os.killpg(running.pid, number)
     (tmp_path / "go").touch()
     result = wait_for(tmp_path / "result", running)
-    assert running.wait(60) == 75
+    assert running.wait() == 75
     assert result["seen"] == list(range(8))
     assert (result["received"], result["given_up"]) == (True, None)
 
@@ -259,7 +269,7 @@ def test_workers_that_end_with_the_signal_end_the_wait_and_nothing_else(
     wait_for(tmp_path / "seen", running)
     end_with_its_workers(running, loader, [wait_for(tmp_path / "waiting", running)])
     result = wait_for(tmp_path / "result", running)
-    assert running.wait(60) == 75
+    assert running.wait() == 75
     assert result["received"]
     assert "the data workers ended with SIGTERM" in result["given_up"]
     assert result["position"] == {"epoch": 0, "samples_in_epoch": len(result["seen"])}
@@ -271,7 +281,7 @@ def test_workers_that_end_with_the_signal_do_not_interrupt_a_step(process: Start
     running = process("step", loader=loader)
     end_with_its_workers(running, loader, wait_for(tmp_path / "ready", running))
     assert wait_for(tmp_path / "result", running) is True
-    assert running.wait(60) == 0
+    assert running.wait() == 0
 
 
 def test_a_stuck_worker_is_given_up(process: Start, tmp_path: Path) -> None:
@@ -280,7 +290,7 @@ def test_a_stuck_worker_is_given_up(process: Start, tmp_path: Path) -> None:
     wait_until(lambda: (tmp_path / "seen").exists(), running)
     os.kill(running.pid, signal.SIGTERM)
     result = wait_for(tmp_path / "result", running)
-    assert running.wait(60) == 75
+    assert running.wait() == 75
     assert "train.data_timeout=0.1" in result["given_up"]
     assert result["seen"] == [0, 1]
     assert result["position"] == {"epoch": 0, "samples_in_epoch": 2}

@@ -14,7 +14,7 @@ import torch
 
 from onstep import CallbackManager
 from onstep.errors import ConfigError
-from onstep.training.watchdog.stacks import StackDump, place_of_error
+from onstep.training.watchdog.stacks import StackDump, is_in_collective, place_of_error
 from tests.support.forked_processes import Processes
 
 
@@ -65,3 +65,12 @@ def test_the_file_of_a_process_that_was_killed_is_swept(
     second.close()
     first.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_waits_below_torchs_dispatcher_is_in_a_collective() -> None:
+    root = Path(torch.__file__).parent
+    waits = (str(root / "distributed/_functional_collectives.py"), 142, "wait_tensor")
+    called = [(str(root / "_library/autograd.py"), 123, "autograd_impl"), (str(root / "_ops.py"), 1279, "__call__")]
+    assert is_in_collective([*called, waits])
+    assert not is_in_collective([*called, (str(root / "nn/modules/linear.py"), 1, "forward"), waits])
+    assert not is_in_collective([])

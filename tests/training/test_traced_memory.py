@@ -33,6 +33,7 @@ def config_of(model: PreTrainedConfig, **values: Any) -> ConfigContainer:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", ["bf16_mixed", "lora", "recomputed"])
+@pytest.mark.slow
 def test_what_a_few_layers_say_is_what_the_whole_model_requires(
     model: str, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,7 +245,7 @@ def test_a_lost_connection_is_told_and_comes_back_by_itself(
     watched.page.goto(serve(job).new_link())
     watched.until("document.querySelector('[data-chart=loss]')?.dataset.points >= 30")
     watched.page.context.set_offline(True)
-    watched.page.get_by_text("The connection to the server is lost").wait_for(timeout=10_000)
+    watched.page.get_by_text("The connection to the server is lost").wait_for()
     job.step(5)
     watched.page.context.set_offline(False)
     watched.until("document.querySelector('[data-chart=loss]').dataset.points >= 35")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from onstep.control.client.http_client import HTTPTrainerControlClient
 from onstep.control.registry import list_infos
 from tests.control.browser.conftest import Watched
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.process
 
@@ -31,11 +31,7 @@ def test_a_real_run_is_watched_saved_and_stopped(
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(arguments, cwd=tmp_path, env={**os.environ}, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 60
-        while not (found := list_infos()):
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        found = until(list_infos, (tmp_path / "log").read_text, while_true=lambda: process.poll() is None)
         client = HTTPTrainerControlClient()
         assert client.get_status(found[0].job_id)["tokenizer"]["bytes_per_token"] == 1.0
         link = client.login_link(found[0].job_id)
@@ -49,7 +45,7 @@ def test_a_real_run_is_watched_saved_and_stopped(
         assert list((tmp_path / "runs" / "real" / "checkpoints").glob("checkpoint-*"))
         watched.page.get_by_role("button", name="Save and stop", exact=True).click()
         watched.page.get_by_role("dialog").get_by_role("button", name="Save and stop").click()
-        assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()
+        assert process.wait(timeout=PATIENCE) == 0, (tmp_path / "log").read_text()
         watched.page.get_by_text("This run has ended").wait_for()
         watched.page.get_by_text("The run has ended, and its server with it.").wait_for()
         watched.page.close()

@@ -104,6 +104,7 @@ class Storm:
             if not self._kill_at(life, aim, is_fresh):
                 break
         if not self.codes or self.codes[-1] != 0:
+            self._marks.clear()  # Else the last life waits where the killed one was held.
             self.codes.append(self.server.fork(start).wait(300))
         assert self.codes[-1] == 0, self.job.log.read_text()[-4000:]
         return self.kills
@@ -154,8 +155,12 @@ class Storm:
                 self._start_up_seconds[is_fresh] = time.monotonic() - started
             occurrence -= now != before and now == aim
             before = now
+            if aim in (Phase.SAVE, Phase.EVALUATION):
+                self._marks.hold_at(rank, None if now == aim and occurrence > 0 else aim)
             if occurrence <= 0 and now == aim:
-                self._pause(life, self._random.uniform(0, delay))
+                if delay > 0:
+                    self._marks.hold_at(rank, None)
+                    self._pause(life, self._random.uniform(0, delay))
                 if aim in (Phase.STEP, Phase.END) or self._has_caught(life, rank, aim):
                     return
                 before, occurrence, delay = self._marks.phase(rank), 1, 0.0

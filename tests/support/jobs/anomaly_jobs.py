@@ -15,8 +15,10 @@ from onstep import Callback, CallbackManager
 from onstep.config import ConfigContainer, DistributedInitConfig
 from onstep.data import TrainLoader
 from onstep.distributed import World, data_parallel, open_world
+from onstep.distributed.buffered import buffered_data_parallel
 from onstep.errors import OnstepError
 from onstep.optim import DeviceFiniteGate, TrainingOptimizer
+from onstep.optim.distributed_optimizer import DistributedOptimizer
 from onstep.training import GlobalState, train
 
 RANK = int(os.environ["RANK"])
@@ -73,7 +75,7 @@ def digest(model: nn.Module) -> str:
     ).hexdigest()
 
 
-def scenario(
+def trained(
     world: World, spoiled: str = "none", ask: Callable[[Any], None] | None = None, event: str = "", **options: Any
 ) -> dict[str, Any]:
     """One training run; a callback is registered only on the ranks that give `ask`."""
@@ -87,7 +89,11 @@ def scenario(
     state = GlobalState(config, world=world, num_microbatches=2)
     state.control.rank = world.rank
     torch.manual_seed(0)
-    model = data_parallel([nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))], world, config.ddp)
+    divides, make = options.get("divides", False), data_parallel
+    if divides:
+        make, config.ddp.use_distributed_optimizer, config.ddp.bucket_cap_mb = buffered_data_parallel, True, 1e-4
+        config.ddp.overlap_grad_reduce = config.ddp.overlap_param_gather = True
+    model = make([nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))], world, config.ddp)
     recorder, manager = Recorder(), CallbackManager()
     manager.add(recorder)
     if ask is not None:
@@ -101,7 +107,8 @@ def scenario(
         data = iter([batch for _ in range(3) for batch in data.read(2).micro_batches])
     result: dict[str, Any] = {"start": digest(model[0])}
     try:
-        optimizer = TrainingOptimizer(torch.optim.AdamW(model[0].parameters(), lr=1e-2, fused=True), gate=gate)
+        adamw = torch.optim.AdamW(model[0].parameters(), lr=1e-2, fused=True)
+        optimizer = DistributedOptimizer(adamw, model, gate=gate) if divides else TrainingOptimizer(adamw, gate=gate)
         train(step, model, optimizer, None, data, None, state, callback_manager=manager)
     except OnstepError as error:
         result["error"] = f"{type(error).__name__}: {error}"
@@ -129,7 +136,10 @@ def at_step(number: int, ask: Callable[[Any], None], before: bool = False) -> Ca
     return handler
 
 
-def scenarios(world: World) -> dict[str, Any]:
+def scenarios(world: World, divides: bool) -> dict[str, Any]:
+    def scenario(*args: Any, **options: Any) -> dict[str, Any]:
+        return trained(*args, divides=divides, **options)
+
     def on_rank_1(ask: Callable[[Any], None]) -> Callable[[Any], None] | None:
         return ask if RANK == 1 else None
 
@@ -158,7 +168,7 @@ def scenarios(world: World) -> dict[str, Any]:
 def job_scenarios(settings: dict[str, Any]) -> dict[str, Any]:
     world = open_world(DistributedInitConfig(device="cpu"))
     try:
-        return scenarios(world)
+        return scenarios(world, settings["divides"])
     finally:
         world.close()
 

@@ -58,7 +58,7 @@ def job_steered(settings: dict[str, Any]) -> None:
     config.logger.log_interval, config.validation.eval_interval, config.validation.eval_iters = 1000, 1_000_000, 1
     config.checkpoint.save_interval, config.checkpoint.most_recent_k = settings.get("save_interval", 1_000_000), -1
     config.scheduler.lr_decay_style = "constant"
-    config.ft.watchdog_seconds = settings.get("watchdog_seconds", 3.0)
+    config.ft.watchdog_seconds = settings.get("watchdog_seconds", 60.0)
     manager = CallbackManager()
     manager.add([JsonLogger(), Records(Path(f"steps-{rank}.jsonl"), settings.get("seconds", 0.01))])
     manager.add(Ends(settings))

@@ -14,10 +14,17 @@ import torch.distributed as dist
 
 from onstep import Callback, Trainer, TrainingArguments, pretrain
 from onstep.events.manager import VALID_EVENTS
+from onstep.training.watchdog.exchange import RankExchange
 from tests.support.jobs.hanging_jobs import Model, Rows
 from tests.support.small_configs import small_pretrain_config
 
-SECONDS = 2.0
+HANGS = {"hang", "collective", "barrier"}
+"""Faults that only the watchdog's limit ends."""
+
+
+def limit_of(settings: dict[str, Any]) -> float:
+    """Seconds of the watchdog: few if it must end the run; a rank that dies is found without, so nobody is hurried."""
+    return float(settings.get("seconds", 3.0 if settings["fault"] in HANGS else 10.0))
 
 
 def _raise(error: type[BaseException]) -> Callable[[], None]:
@@ -83,13 +90,26 @@ for _name in VALID_EVENTS:
     setattr(Faulty, _name, _at(_name))
 
 
+def read_late(settings: dict[str, Any]) -> None:
+    """Have the rank `reads_late`, once it has failed, take long for each look at what the others say."""
+    if settings.get("reads_late") == int(os.environ.get("RANK", "0")):
+        exchange = RankExchange._exchange
+
+        def late(self: RankExchange) -> None:
+            time.sleep(1.5 if self.record.failure is not None else 0.0)
+            exchange(self)
+
+        RankExchange._exchange = late  # type: ignore[method-assign]
+
+
 def job_pretrain(settings: dict[str, Any]) -> None:
+    read_late(settings)
     config = small_pretrain_config(settings["corpus"], settings["cache"])
     config.run.name, config.run.output_dir = "run", "."
     config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 4, 12, 1
     config.validation.eval_interval, config.validation.eval_iters = 2, 2
     config.logger.log_interval, config.checkpoint.save_interval = 1, 2
-    config.ft.watchdog_seconds = SECONDS
+    config.ft.watchdog_seconds = limit_of(settings)
     pretrain(config, callbacks=[Faulty(settings)])
 
 
@@ -120,7 +140,7 @@ def trainer(faulty: Faulty) -> Trainer:
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
-        config_overrides={"ft.watchdog_seconds": faulty.settings.get("seconds", SECONDS)},
+        config_overrides={"ft.watchdog_seconds": limit_of(faulty.settings)},
     )
     return Trainer(
         Model({"how": "nothing"}),

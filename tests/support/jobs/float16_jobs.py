@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from onstep import Callback, CallbackManager
+from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed import data_parallel, open_world
+from onstep.distributed.fully_sharded import fully_sharded
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState
 from tests.support.small_runs import TinyModel, loader, run, small_state, sum_step
@@ -72,6 +74,39 @@ def recorded(state: GlobalState, **parts: Any) -> Recorder:
     manager.add(recorder)
     run(state, manager, **parts)
     return recorder
+
+
+class BadShard(Callback):
+    """Makes a gradient infinite in the shards of one rank only, in the second step."""
+
+    def __init__(self, is_here: bool) -> None:
+        self.is_here, self.steps = is_here, 0
+
+    def on_train_step_start(self, context: Any) -> None:
+        self.steps += 1
+
+    def on_forward_backward_end(self, context: Any) -> None:
+        if self.is_here and self.steps == 2:
+            next(context.model[0].parameters()).grad.to_local().view(-1)[0] = math.inf
+
+
+def job_shards(settings: dict[str, Any]) -> dict[str, Any]:
+    """Steps of a model in shards, or of one process, perhaps with an overflow in the shards of the last rank."""
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    state = float16_state(train_iters=4)
+    state.cfg.dist.device = "cpu"
+    state.world = open_world(state.cfg.dist, ParallelSizes(dp_shard=ranks))
+    state.num_microbatches = 2 // ranks
+    model = TinyModel()
+    if ranks > 1:
+        fully_sharded([model], state.world, state.cfg, find_blocks=lambda one: [one.out])
+    recorder, manager = Recorder(), CallbackManager()
+    manager.add(recorder)
+    if settings["overflows"]:
+        manager.add(BadShard(rank == ranks - 1))
+    run(state, manager, model=model, data=loader(16, rank=rank, world_size=ranks))
+    state.world.close()
+    return {name: getattr(recorder, name) for name in ("skipped", "scales", "norms", "losses")}
 
 
 def job_overflow(settings: dict[str, Any]) -> dict[str, Any]:

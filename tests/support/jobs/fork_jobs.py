@@ -16,7 +16,7 @@ from onstep.cli.main import main
 from tests.support.small_configs import small_pretrain_config
 from tests.support.small_models import Regression, regression_rows
 
-LIMIT_SECONDS = 10
+LIMIT_SECONDS = 100
 
 
 class Verifying(Dataset[int]):

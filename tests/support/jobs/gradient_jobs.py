@@ -88,13 +88,14 @@ def job_checked(settings: dict[str, Any]) -> dict[str, Any]:
     kinds: dict[str, Any] = {}
     for kind, step, factor in (("nan", 2, math.nan), ("large", 102, 1e6)):
         key = {"nan": "ddp.check_for_nan_in_grad", "large": "ddp.check_for_large_grads"}[kind]
-        doors = [through_trainer] if kind == "large" else [through_trainer, through_pretrain]
+        more = settings.get("keys", {})
+        doors = [through_trainer] if kind == "large" or more else [through_trainer, through_pretrain]
         for door in doors:
             prefix = "module." if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
             name = {through_trainer: "out.weight", through_pretrain: "final_norm.weight"}[door]
             spoils = Spoils(prefix + name, step, factor)
             try:
-                door(spoils, {key: settings.get("checks", True)}, step + 1, settings)
+                door(spoils, {key: settings.get("checks", True), **more}, step + 1, settings)
                 error = "none"
             except OnstepError as raised:
                 error = f"{type(raised).__name__}: {raised}"

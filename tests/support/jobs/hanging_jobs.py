@@ -23,10 +23,13 @@ from onstep.config import ConfigContainer
 from onstep.data import TrainLoader
 from onstep.distributed import open_world
 from onstep.training import GlobalState, train
+from onstep.training.watchdog.exchange import RankExchange
 from onstep.training.watchdog.stacks import StackDump
 from tests.support.small_runs import RaggedRows, TinyModel, sum_step
 
 ROWS, LENGTH, VOCABULARY = 64, 12, 16
+HANGS = {"sleep", "read", "late", "stop", "hold", "start"}
+"""What only the watchdog's limit ends."""
 
 
 def is_cause(settings: dict[str, Any]) -> bool:
@@ -124,6 +127,21 @@ def do_raise(settings: dict[str, Any]) -> None:
     raise ValueError("a fault of its own")
 
 
+def do_raise_alone(settings: dict[str, Any]) -> None:
+    """Raise while the store does not answer; how long the end waits for its readers is written to `lingers.json`."""
+    stop = RankExchange.stop
+
+    def exchange(self: RankExchange) -> None:
+        raise RuntimeError("the store does not answer")
+
+    def noted(self: RankExchange, linger_seconds: float) -> None:
+        Path("lingers.json").write_text(json.dumps(linger_seconds))
+        stop(self, linger_seconds)
+
+    RankExchange._exchange, RankExchange.stop = exchange, noted  # type: ignore[method-assign]
+    do_raise(settings)
+
+
 def do_sleep(settings: dict[str, Any]) -> None:
     time.sleep(10_000)
 
@@ -175,7 +193,7 @@ def job_train(settings: dict[str, Any]) -> None:
         disable_tqdm=True,
         save_strategy="no",
         config_overrides={
-            "ft.watchdog_seconds": settings.get("seconds_allowed", 3.0),
+            "ft.watchdog_seconds": settings.get("seconds_allowed", 3.0 if settings["how"] in HANGS else 10.0),
             **settings.get("overrides", {}),
         },
     )

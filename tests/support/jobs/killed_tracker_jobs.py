@@ -17,6 +17,7 @@ from onstep.callbacks import TrackersCallback
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.trackers import RunIdentity, Tracker, make_tracker
 from tests.support.small_configs import small_pretrain_config
+from tests.support.waiting import PATIENCE
 
 
 def small_config(settings: dict[str, Any]) -> ConfigContainer:
@@ -99,7 +100,7 @@ def job_watched(settings: dict[str, Any]) -> None:
 
 def _wait_for(trackers: list[Watched]) -> None:
     """Until they get no more points, and have had the time to write them: what no kill takes from them."""
-    deadline, before, seen = time.monotonic() + 60, [-1], 0
+    deadline, before, seen = time.monotonic() + PATIENCE, [-1], 0
     while seen < 4:
         counts = [tracker.num_points for tracker in trackers]
         seen = seen + 1 if counts == before and all(tracker.is_open for tracker in trackers) else 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import onstep
 from onstep import Callback, CallbackContext, pretrain
+from onstep.past.view import examine
 from tests.support.past_runs import run_config
 
 
@@ -39,6 +40,26 @@ def job_rewind(settings: dict[str, Any]) -> dict[str, Any]:
             "num_samples": len(samples),
             "indices": sorted(one.index for one in samples if one.index is not None),
             "share": sum(one.share for one in samples),
+        }
+
+
+def job_views(settings: dict[str, Any]) -> dict[str, Any]:
+    """Train a run of this directory, and rewind it; what is seen of the step's samples and layers."""
+    job_train(settings)
+    logged = ["params_norm", "num_zeros", "gradient/layers.1"]
+    with onstep.rewind("runs/x", settings["step"], log=logged) as past:
+        view = examine(past)
+        assert past.log is not None
+        numbers = [[one.weight, one.gradient, one.update, one.mean_gradient, one.mean_update] for one in view.layers]
+        return {
+            "summary": view.comparison["summary"],
+            "samples": [[one.index, one.loss, one.share] for one in view.samples],
+            "gradients": [[one.grad_norm, one.grad_share] for one in view.samples],
+            "layers": [
+                *numbers,
+                [view.clip_factor],
+                *([row[name] for name in logged] for row in past.log.rows.values()),
+            ],
         }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 from torch.nn.parallel import DistributedDataParallel
 
 from onstep import CallbackManager
@@ -161,6 +161,22 @@ class Poisoned(TinyModel):
         return cross_entropy(self.out(embedded).flatten(0, 1), labels.flatten(), reduction=reduction)
 
 
+class Dropping(Poisoned):
+    """With dropout, and a buffer that each forward pass changes and the loss depends on."""
+
+    seen: Tensor
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
+        self.seen += 1
+        self.num_calls += 1
+        hidden = dropout(self.embed(tokens), 0.2) * (1 + self.seen / 100)
+        return cross_entropy(self.out(hidden).flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
 class Died(Exception):
     """The process could have died here."""
 
@@ -179,7 +195,8 @@ def job_trained(settings: dict[str, Any]) -> dict[str, Any]:
     config.checkpoint.save, config.checkpoint.save_interval = "checkpoints", 2
     config.checkpoint.async_save = settings.get("async", False)
     bad_calls = settings.get("bad_calls", []) if rank == 1 else []
-    model: nn.Module = Poisoned(settings.get("seed", 0), settings.get("bad_sample"), bad_calls)
+    made = Dropping if settings.get("drops") else Poisoned
+    model: nn.Module = made(settings.get("seed", 0), settings.get("bad_sample"), bad_calls)
     inner = model
     torch.manual_seed(rank)
     if ranks > 1:

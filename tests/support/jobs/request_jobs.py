@@ -93,6 +93,7 @@ def outcome(settings: dict[str, Any], seed: int, ranks: int, *, ends: bool) -> d
     chosen.checkpoint.save_interval, chosen.validation.eval_interval, chosen.logger.log_interval = 3, 4, 2
     chosen.validation.eval_iters = 2
     chosen.checkpoint.async_save = bool(seed % 2)
+    chosen.parallel.data_parallel_shard_size = settings.get("shards", 1)
     chosen.ft.watchdog_seconds, chosen.dist.timeout_after_first_step = 30.0, 60.0
     ended, step = "", -1
     try:

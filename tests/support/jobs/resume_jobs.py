@@ -26,13 +26,15 @@ from torch.utils.data import Dataset, IterableDataset
 import onstep.checkpoint.checkpoint_manager
 import onstep.optim.optimizer
 import onstep.training.rerun.machine
-from onstep import CallbackManager, JsonLogger, Trainer, TrainingArguments, pretrain
+from onstep import Callback, CallbackManager, JsonLogger, Trainer, TrainingArguments, pretrain
 from onstep.checkpoint.storage.store import FileStore, Operation
 from onstep.config import ConfigContainer, apply_overrides
+from onstep.distributed.shards import held_part
 from onstep.optim import DeviceFiniteGate
 from onstep.training.runs import signals
 from tests.support.counting import Counting
 from tests.support.small_configs import small_pretrain_config
+from tests.support.waiting import until
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -67,6 +69,15 @@ class Takings:
         )
 
 
+def note_state(context: Any) -> None:
+    """Write down what this rank holds of weights and optimizer, as a checkpoint is saved or loaded."""
+    held = [held_part(parameter) for parameter in context.model[0].parameters()]
+    state = context.optimizer.state_dict()["state"]
+    held += [held_part(value) for one in state.values() for value in one.values() if isinstance(value, torch.Tensor)]
+    content = b"".join(one.numpy().tobytes() for one in held)
+    write_line(f"states-{RANK}.jsonl", {"step": context.checkpoint_step, "state": hashlib.sha256(content).hexdigest()})
+
+
 def write_line(name: str, record: dict[str, Any]) -> None:
     with Path(name).open("ab", buffering=0) as file:
         file.write(json.dumps(record).encode() + b"\n")
@@ -79,8 +90,28 @@ def observed(settings: dict[str, Any]) -> tuple[CallbackManager, Counting]:
     manager.register("on_train_step_end", Takings(settings["attempt"]).note)
     manager.register("on_run_end", lambda context: write_line(f"ends-{RANK}.jsonl", {"reason": context.reason}))
     manager.register("on_train_end", lambda context: write_line(f"ends-{RANK}.jsonl", {"reason": "train end"}))
+    if settings.get("notes_states"):
+        manager.register("on_checkpoint_save", note_state)
+        manager.register("on_checkpoint_load", note_state)
+    if "pauses" in settings:
+        manager.add(Pauses(**settings["pauses"]))
     prepare_strikes(settings, manager)
     return manager, counting
+
+
+class Pauses(Callback):
+    """The last rank pauses the run after a step, and rank 0 lets it continue."""
+
+    def __init__(self, after: int) -> None:
+        self._after, self._is_last = after, int(os.environ["WORLD_SIZE"]) == RANK + 1
+
+    def on_step_end(self, context: Any) -> None:
+        if self._is_last and context.step == self._after:
+            context.control.pause()
+
+    def on_paused(self, context: Any) -> None:
+        if RANK == 0:
+            context.control.resume()
 
 
 def prepare_strikes(settings: dict[str, Any], manager: CallbackManager | None) -> None:
@@ -106,9 +137,7 @@ def strike(one: dict[str, Any]) -> None:
 
 
 def _once_there(one: dict[str, Any]) -> None:
-    while not Path(one["file"]).exists():
-        time.sleep(0.01)
-    time.sleep(0.1)  # until the main thread waits for it
+    until(Path(one["file"]).exists)
     strike(one)
 
 
@@ -173,7 +202,10 @@ def job_cli(settings: dict[str, Any]) -> None:
 
 
 class Rows(Dataset[Any]):
-    """Ragged rows; row `slow` takes `seconds` the first time, and says when it starts; `spoiled` ones have a factor."""
+    """Ragged rows; row `slow` takes until a strike and `seconds` more the first time, and says when it starts.
+
+    `spoiled` ones have a factor.
+    """
 
     def __init__(
         self, count: int = 44, slow: int | None = None, seconds: float = 0.0, spoiled: dict[str, float] | None = None
@@ -186,6 +218,7 @@ class Rows(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index == self.slow and not Path("was-slow").exists():
             Path("was-slow").touch()
+            until(Path(f"struck-{os.environ.get('RANK', '0')}").exists)
             time.sleep(self.seconds)
         generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(0, 16, (12,), generator=generator)
@@ -283,4 +316,5 @@ def job_trainer(settings: dict[str, Any]) -> None:
 
 
 def digest(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    """Of what this rank holds."""
+    return hashlib.sha256(b"".join(held_part(p).numpy().tobytes() for p in model.parameters())).hexdigest()

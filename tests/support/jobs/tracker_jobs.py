@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from onstep import CallbackManager, pretrain
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.metrics import reduce_max_memory_across_pp_group
 from tests.support.small_configs import small_pretrain_config
+from tests.support.waiting import PATIENCE
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -40,6 +42,10 @@ def job_run(settings: dict[str, Any]) -> None:
 
     def die(context: Any) -> None:
         if context.state.train_state.step == settings.get("dies_at") and context.state.is_last_rank:
+            for one in context.state.bridge_trackers.loggers.values():
+                is_open = threading.Event()
+                one.feed.call(is_open.set)
+                assert is_open.wait(PATIENCE)
             time.sleep(settings.get("patience", 0.5))
             os.kill(os.getpid(), signal.SIGKILL)
 

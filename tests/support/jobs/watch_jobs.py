@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from onstep.data import TrainLoader
 from onstep.distributed import data_parallel, open_world
 from onstep.optim import TrainingOptimizer
 from onstep.training import GlobalState, Timers, train
+from onstep.training.reporting.timers import Clock
 from tests.support.small_runs import LENGTH, RaggedRows, TinyModel, sum_step
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -38,18 +38,32 @@ def job_timers(settings: dict[str, Any]) -> None:
     world.close()
 
 
-class SlowRows(RaggedRows):
-    """Rows that take their time."""
+class Spent:
+    """Tells the seconds that a rank has spent as its settings say, whatever the machine does meanwhile."""
 
-    seconds = 0.0
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 1e-6
+        return self.seconds
+
+
+class SlowRows(RaggedRows):
+    """Rows that take their time on a clock."""
+
+    def __init__(self, count: int, spent: Spent, seconds: float) -> None:
+        super().__init__(count)
+        self._spent, self._seconds = spent, seconds
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        time.sleep(self.seconds)
+        self._spent.seconds += self._seconds
         return super().__getitem__(index)
 
 
 def job_straggler(settings: dict[str, Any]) -> None:
-    """Train; rank 1 sleeps in its dataset or forward pass, as `data` and `compute` (seconds a micro-batch) say."""
+    """Train; rank 1 is slow in its dataset or forward pass, as `data` and `compute` (seconds a micro-batch) say."""
+    spent = Spent()
     config = ConfigContainer()
     config.train.micro_batch_size, config.train.global_batch_size, config.train.train_iters = 2, 2 * SIZE, 6
     config.model.seq_length, config.dist.device = LENGTH, "cpu"
@@ -58,12 +72,12 @@ def job_straggler(settings: dict[str, Any]) -> None:
         setattr(config.straggler, name, value)
     world = open_world(config.dist)
     state = GlobalState(config, world)
+    state.clock = Clock(elapsed=spent)
     state.control.rank, state.cfg.logger.console = RANK, "bridge"
-    rows = SlowRows(24)
-    rows.seconds = settings.get("data", 0.0) / 2 if RANK == 1 else 0.0
+    rows = SlowRows(24, spent, settings.get("data", 0.0) / 2 if RANK == 1 else 0.0)
 
     def step(data_iterator: Any, model: nn.Module) -> Any:
-        time.sleep(settings.get("base", 0.02) + (settings.get("compute", 0.0) if RANK == 1 else 0.0))
+        spent.seconds += settings.get("base", 0.02) + (settings.get("compute", 0.0) if RANK == 1 else 0.0)
         return sum_step(data_iterator, model)
 
     torch.set_num_threads(1)

@@ -24,7 +24,7 @@ from onstep.training.setup.final_weights import write_final_weights
 from onstep.training.setup.lora import add_lora, merged_model, save_adapter
 from tests.support.small_configs import GPT2
 from tests.support.small_configs import SIZES as SMALL
-from tests.support.small_models import Regression
+from tests.support.small_models import Regression, causal_rows
 
 MIXTRAL = {
     "model_type": "mixtral",
@@ -93,6 +93,21 @@ def write_by_trainer(kind: type[Trainer], model: nn.Module, directory: str) -> N
     trainer.save_model(directory)
 
 
+def train_adapter(directory: str) -> None:
+    """Train the LoRA of a user's own `peft` model for two steps, with a checkpoint after the first."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    base = build_model(ModelConfig(**MODELS["family"]), seed=1).model
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    arguments: dict[str, Any] = {"per_device_train_batch_size": 4 // ranks, "max_steps": 2, "save_steps": 1}
+    if ranks > 1:
+        arguments["fsdp"] = "full_shard"
+    args = TrainingArguments(output_dir=directory, use_cpu=True, disable_tqdm=True, report_to=[], **arguments)
+    Trainer(model, args, train_dataset=causal_rows(8)).train()  # type: ignore[arg-type]
+
+
 class WithOwnSave(Trainer):
     """Whose user writes the weights in another way."""
 
@@ -117,6 +132,7 @@ def job_written(settings: dict[str, Any]) -> dict[str, Any]:
         plain(torch.ones(2, 3))
     write_by_trainer(Trainer, plain, "plain")
     write_by_trainer(Trainer, made("family").model, "theirs")  # type: ignore[arg-type]
+    train_adapter("adapted")
     write_by_trainer(WithOwnSave, _sharded(Regression()), "own")
     return {"error": _error_of_writing(rank), "names": names}
 

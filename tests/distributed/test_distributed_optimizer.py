@@ -80,12 +80,17 @@ def test_a_second_training_of_a_trainer_continues_with_the_state(processes: Proc
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "joins", [pytest.param(False, marks=pytest.mark.slow), True], ids=["own group", "group of the script"]
+)
 def test_a_model_in_replicas_of_shards_is_evaluated_and_saved_after_a_second_training(
-    processes: Processes, tmp_path: Path
+    processes: Processes, tmp_path: Path, joins: bool
 ) -> None:
     sizes = {"parallel.data_parallel_replicate_size": 2, "parallel.data_parallel_shard_size": 2}
     keys = {**sizes, "fsdp.wrap": ["Linear"]}
-    first, second, [evaluated] = processes.results(JOBS, "twice", tmp_path, {"keys": keys, "saves": True}, ranks=4)[0]
+    first, second, [evaluated] = processes.results(
+        JOBS, "twice", tmp_path, {"keys": keys, "saves": True, "joins": joins}, ranks=4
+    )[0]
     assert second[-1] < evaluated < first[0]
 
 

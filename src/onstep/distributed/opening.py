@@ -17,9 +17,6 @@ from onstep.errors import ConfigError
 from onstep.files.bounded_reading import integer_from_environment
 from onstep.slurm.ranks import adopt_ranks
 
-_KEPT: list[object] = []
-"""The default group of the worlds that stay until the process ends."""
-
 
 def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None, facts: Facts | None = None) -> World:
     """Join the process group that the environment of `torchrun` or `srun` describes, or create one for one process.
@@ -69,20 +66,17 @@ def open_world(config: DistributedInitConfig, sizes: ParallelSizes | None = None
     return world
 
 
-def keep_world(world: World) -> bool:
-    """Keep the groups of a world until the process ends, if the default group is that of a kept world, too.
+def keep_world(world: World) -> None:
+    """Close a world of several ranks when the process ends, unless its default group has ended before.
 
-    What a training has divided has a mesh of them, and is saved and evaluated after it.
-
-    Returns:
-        Whether they are kept; those in a default group of the caller are not, and the world is to be closed.
+    What a training has divided has a mesh of its groups, and is saved and evaluated after it.
     """
-    if world.owns_group:
-        _KEPT[:] = [dist.group.WORLD]
-    elif not _KEPT or _KEPT[0] is not dist.group.WORLD:
-        return False
-    atexit.register(world.close)
-    return True
+    atexit.register(_close_in, dist.group.WORLD, world)
+
+
+def _close_in(default: object, world: World) -> None:
+    if dist.group.WORLD is default:
+        world.close()
 
 
 def existing_world() -> World:

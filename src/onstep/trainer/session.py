@@ -218,7 +218,8 @@ def _world(config: ConfigContainer) -> Iterator[World]:
     """The ranks. A group of one is closed at once; one of several is kept for the next call, until the process ends."""
     sizes = config.parallel_sizes(world_size_from_environment())
     world = open_world(config.dist, sizes, partial(facts_of, config))
-    is_kept = world.size > 1 and keep_world(world)
+    if world.size > 1:
+        keep_world(world)
     try:
         yield world
     except SystemExit:
@@ -228,7 +229,7 @@ def _world(config: ConfigContainer) -> Iterator[World]:
             atexit.register(world.abandon)
         raise
     finally:
-        if not is_kept:
+        if world.size == 1:
             world.close()
 
 

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -235,6 +236,8 @@ def job_norms(settings: dict[str, Any]) -> dict[str, Any]:
 
 def job_twice(settings: dict[str, Any]) -> list[list[float]]:
     """The losses of two calls of `Trainer.train()`, of which the second continues with the optimizer's state."""
+    if settings.get("joins"):
+        dist.init_process_group("gloo")
     arguments = TrainingArguments(
         output_dir="run",
         max_steps=3,

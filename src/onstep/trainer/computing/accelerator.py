@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -358,6 +357,5 @@ class Accelerator(AcceleratorAnswers):
                 DistributedInitConfig(device=self.device.type, distributed_backend=self._trainer.args.ddp_backend),
                 self._trainer.args.parallel_sizes,
             )
-            if not keep_world(world):
-                atexit.register(world.close)
+            keep_world(world)
         return world

@@ -120,6 +120,7 @@ def test_a_rank_that_waits_too_long_names_the_limit(processes: Processes, tmp_pa
     assert "dist.distributed_timeout_minutes=0.05" in notes
 
 
+@pytest.mark.slow
 def test_after_the_first_step_a_rank_waits_for_a_shorter_time(
     processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_muon_updates_whole_matrices_of_bfloat16_weights(processes: Processes, t
     assert row["held"]["state"] == pytest.approx(one["held"]["state"] / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_run_with_master_weights_is_that_of_one_process_in_every_layout(processes: Processes, tmp_path: Path) -> None:
     """Losses differ by the rounding of gradients to bfloat16; what is held, by nothing."""
     exact, _ = trained(processes, tmp_path / "exact", "one", 1, ())

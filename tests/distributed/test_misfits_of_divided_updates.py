@@ -37,6 +37,7 @@ def test_misfits_are_refused_in_one_line_on_all_ranks_and_no_weight_changes(
             assert is_same, misfit
 
 
+@pytest.mark.slow
 def test_what_is_no_misfit_trains_as_replicas_do(processes: Processes, tmp_path: Path) -> None:
     divided, replicas = (
         processes.results(JOBS, "accepted", tmp_path / str(divides), {"names": ACCEPTED, "divides": divides})

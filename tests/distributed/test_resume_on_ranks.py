@@ -157,6 +157,7 @@ def test_iterable_data_goes_on_with_another_number_of_ranks(ranks: Ranks, data: 
         assert steps[step]["loss"] == pytest.approx(record["loss"], rel=1e-5), step
 
 
+@pytest.mark.slow
 def test_the_functional_door_does_the_same_and_keeps_the_random_order(ranks: Ranks) -> None:
     words = ["model.hidden_dropout=0", "model.attention_dropout=0", "checkpoint.save_interval=2"]
     words += ["checkpoint.certify=false"]

@@ -198,6 +198,7 @@ def test_a_run_that_ends_well_leaves_nothing(processes: Processes, tmp_path: Pat
     assert all(not path.read_text() for path in tmp_path.glob("rank-*.out")), output_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_a_rank_last_did_is_known_from_the_first_step_on(processes: Processes, tmp_path: Path) -> None:
     _, report = run(processes, tmp_path, how="stop", at=1)
     first = report.splitlines()[0]
@@ -245,16 +246,18 @@ FAULTS = [
     ("trainer", "on_step_end", "collective", 1, "is gone .* at step 1", " at .*fault_jobs.py:[0-9]+ in <lambda>"),
     ("pretrain", "on_step_end", "kill", 0, "is gone .* at step 1", ""),
     ("trainer", "on_step_end", "exit", 1, "exited with code 3 at step 1", " at .*fault_jobs.py.* cannot continue"),
-    ("pretrain", "on_step_end", "exit0", 0, "exited with code 0 at step 1", " at .*fault_jobs.py.* cannot continue"),
-    ("trainer", "on_run_end", "exit0", 1, "exited with code 0 at step 4", " at .*fault_jobs.py.* cannot continue"),
-    ("trainer", "on_step_end", "barrier", 1, "hangs: no progress .* at step 1", " at .*fault_jobs.py"),
     ("trainer", "on_init_end", "exit", 1, "exited with code 3 at step 0", " at .*fault_jobs.py.* cannot continue"),
     ("pretrain", "on_init_end", "os_exit", 1, "is gone .* at step 0", ""),
     ("pretrain", "on_test_end", "raise", 1, "failed first at step 4", " at .*ValueError: a fault of the test"),
-    ("trainer", "on_run_end", "raise", 1, "failed first at step 4", " at .*ValueError: a fault of the test"),
-    ("trainer", "on_run_end", "collective", 0, "hangs: no progress .* at step 4", " at .*fault_jobs.py"),
     ("pretrain", "state_dict", "hang", 1, "hangs: no progress .* at step 0", " at .*fault_jobs.py"),
     ("trainer", "on_step_end", "stop_iteration", 1, "failed first at step 1", " at .*fault_jobs.py:[0-9]+ in fault"),
+]
+LIKE_THEM = [
+    ("pretrain", "on_step_end", "exit0", 0, "exited with code 0 at step 1", " at .*fault_jobs.py.* cannot continue"),
+    ("trainer", "on_run_end", "exit0", 1, "exited with code 0 at step 4", " at .*fault_jobs.py.* cannot continue"),
+    ("trainer", "on_step_end", "barrier", 1, "hangs: no progress .* at step 1", " at .*fault_jobs.py"),
+    ("trainer", "on_run_end", "raise", 1, "failed first at step 4", " at .*ValueError: a fault of the test"),
+    ("trainer", "on_run_end", "collective", 0, "hangs: no progress .* at step 4", " at .*fault_jobs.py"),
 ]
 EVENTS = (
     "on_init_end on_data_init_start on_train_start on_epoch_start on_step_begin on_forward_backward_end "
@@ -263,7 +266,10 @@ EVENTS = (
 )
 
 
-@pytest.mark.parametrize(("door", "event", "fault", "suspect", "what", "where"), FAULTS)
+@pytest.mark.parametrize(
+    ("door", "event", "fault", "suspect", "what", "where"),
+    [*FAULTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in LIKE_THEM)],
+)
 def test_the_place_of_a_fault_is_true_and_all_ranks_fail(
     processes: Processes,
     tmp_path: Path,
@@ -338,6 +344,7 @@ def fail(
 @pytest.mark.parametrize(
     ("door", "then"), [("trainer", ("on_run_end", "os_exit")), ("pretrain", ("on_exception", "kill"))]
 )
+@pytest.mark.slow
 def test_an_error_is_known_where_a_callback_called_with_it_ends_the_process(
     processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path, door: str, then: tuple[str, str]
 ) -> None:
@@ -360,6 +367,7 @@ def test_a_rank_that_is_killed_as_it_resumes_is_placed_at_the_step_of_the_checkp
 
 
 @pytest.mark.parametrize(("method", "event"), [("evaluate", "on_eval_step_end"), ("predict", "on_test_start")])
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_a_later_evaluation_is_named(
     processes: Processes, tmp_path: Path, method: str, event: str
 ) -> None:
@@ -460,6 +468,7 @@ def test_a_start_that_fails_after_a_kill_does_not_say_that_it_runs(
     )
 
 
+@pytest.mark.slow
 def test_ranks_that_all_wait_in_the_set_up_are_found(
     processes: Processes, tmp_path: Path, corpus: Path, token_cache: Path
 ) -> None:

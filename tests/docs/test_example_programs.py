@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ SHORT = ("own_model", "first_run")
 """What every run of the tests starts; the others are for the long sweeps, as other tests show most of what they do."""
 
 
-def by_cost(paths: list[Path]) -> list[Any]:
+def by_cost(paths: list[Path], short: Sequence[str] = SHORT) -> list[Any]:
     """Test cases of these files, named after them."""
-    return [pytest.param(path, id=path.stem, marks=[] if path.stem in SHORT else [pytest.mark.slow]) for path in paths]
+    return [pytest.param(path, id=path.stem, marks=[] if path.stem in short else [pytest.mark.slow]) for path in paths]
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_a_notebook_is_committed_without_outputs(notebook: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("notebook", by_cost(NOTEBOOKS))
+@pytest.mark.parametrize("notebook", by_cost(NOTEBOOKS, ["first_run"]))
 def test_a_notebook_runs(notebook: Path, environment: dict[str, str], empty_dir: Path) -> None:
     document = nbformat.read(notebook, as_version=4)
     NotebookClient(document, timeout=120, resources={"metadata": {"path": str(empty_dir)}}).execute()

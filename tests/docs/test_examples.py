@@ -24,6 +24,8 @@ SCRIPTS = ("trl", "sentence-transformers", "dpo", "kto", "reward-models", "grpo"
 """Pages with a script for TRL or sentence-transformers, which `make brought` starts."""
 ELSEWHERE = (*SCRIPTS, "how-do-i")
 """Pages that other tests run: each answer of "How do I" runs by itself."""
+LONG = ("after-training",)
+"""Pages whose examples need more than 20 seconds."""
 
 
 def all_blocks(language: str) -> list[Block]:
@@ -44,7 +46,12 @@ def commands() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES[1:] if blocks(page, "python") and page.stem not in ELSEWHERE], ids=lambda p: p.name
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.stem in LONG else [])
+        for page in PAGES[1:]
+        if blocks(page, "python") and page.stem not in ELSEWHERE
+    ],
 )
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, empty_dir: Path) -> None:
     """Of the README, each example runs by itself."""

@@ -28,9 +28,9 @@ SAVES = {20: {(10, "a"), (20, "b")}, 10: {(10, "a"), (10, "b")}}
 short_and_long = pytest.mark.parametrize(
     ("driver", "step"),
     [
-        ("direct", 20),
         ("direct", 10),
         ("manager", 20),
+        pytest.param("direct", 20, marks=pytest.mark.slow),
         pytest.param("manager", 10, marks=pytest.mark.slow),
         pytest.param("manager-async", 20, marks=pytest.mark.slow),
         pytest.param("manager-async", 10, marks=pytest.mark.slow),

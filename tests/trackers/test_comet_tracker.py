@@ -67,6 +67,7 @@ def test_nothing_is_printed_if_comet_was_imported_before(
     assert printed.getvalue() == ""
 
 
+@pytest.mark.slow
 def test_experiments_that_are_open_at_once_have_all_their_points(tmp_path: Path) -> None:
     """Also one that the user began: Comet's constructor would end whatever began last."""
     from comet_ml import OfflineExperiment

@@ -92,6 +92,7 @@ def test_wandb_has_a_segment_a_process_in_one_run(run: Path) -> None:
         assert_each_step_once([point for segment in segments for point in segment.points(tag)], run, name)
 
 
+@pytest.mark.slow
 def test_mlflow_has_one_run_with_its_segments(run: Path) -> None:
     client, (found,) = mlflow_runs(run)
     assert found.info.status == "FINISHED"

@@ -86,6 +86,7 @@ def test_a_killed_run_ends_as_the_one_that_nobody_touched(runs: Ranks, kind: str
     assert len(expected["certificates"][0]) == 14, "7 steps an epoch, the last one a tail"
 
 
+@pytest.mark.slow
 def test_two_ranks_with_methods_of_their_own_end_as_ones_that_nobody_touched(runs: Ranks) -> None:
     overrides = {"train.check_weight_hash_across_dp_replicas_interval": 1}
     settings: dict[str, Any] = {"own_methods": True, "overrides": overrides, "arguments": {"eval_steps": 1}}

@@ -335,6 +335,7 @@ def test_a_rank_without_a_sample_adds_nothing_in_an_own_step(processes: Processe
             assert stepped[1] == pytest.approx(native[1], rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_static_graph_and_compiled_code_on_two_ranks_change_no_loss(processes: Processes, tmp_path: Path) -> None:
     for found in processes.results(JOBS, "with_options", tmp_path):
         plain, *others = found.values()

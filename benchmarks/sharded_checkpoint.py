@@ -2,7 +2,8 @@
 
     python benchmarks/sharded_checkpoint.py --parameters 50_000_000 --repetitions 5
 
-A model of feed-forward blocks, sharded by `fully_shard`, with its AdamW state: 600 MB for 50 million parameters. Each
+Beside it, what the newest state costs in the memory of one node or of two, where each rank counts as a node. A model of
+feed-forward blocks, sharded by `fully_shard`, with its AdamW state: 600 MB for 50 million parameters. Each
 repetition saves and loads it every way, in turn; before each the page cache is written out. Printed are medians of the
 slowest rank without the first repetition, in which memory is allocated that later saves reuse; the bytes that each rank
 writes; and the most resident memory of a rank over that before a call.
@@ -39,10 +40,13 @@ from onstep.checkpoint import (
     StateComponent,
     resolve,
 )
+from onstep.checkpoint.memory_checkpoints import MemoryCheckpoints
+from onstep.checkpoint.node_memory import open_node_memory
 from onstep.config import DistributedInitConfig
 from onstep.distributed import World, open_world
 from onstep.training.checkpointing.optimizer_state import OptimizerState
 
+MEMORY = "/dev/shm"
 LIMITS = {"onstep, blocking": ("dcp.save", 1.1)}
 """How many times another row a row may take."""
 
@@ -105,17 +109,35 @@ class Clock:
         self.memory[name].append(int(max(size for _, size in rows)))
 
 
-def measure(parameters: int, repetitions: int, parent: str) -> None:
+def states_in_memory(world: World, parent: Path) -> dict[str, MemoryCheckpoints]:
+    """The newest state in memory, of this rank only and of two, each of which is a node."""
+    os.environ["GROUP_RANK"] = str(world.rank)
+    own = parent / str(world.rank)
+    own.mkdir()
+    memory = {name: open_node_memory(world, own, name) for name in ("one", "two", "async")}
+    return {
+        "in memory of one node": MemoryCheckpoints(memory["one"], world, copies=1),
+        "in memory of two": MemoryCheckpoints(memory["two"], world, copies=2),
+        "in memory of two, async": MemoryCheckpoints(memory["async"], world, copies=2, is_async=True),
+    }
+
+
+def measure(parameters: int, repetitions: int, parent: str, memory: str) -> None:
     """What each rank does."""
     world = open_world(DistributedInitConfig(device="cpu"))
     case, clock = Case(parameters, world), Clock(world)
     blocking, later = (CheckpointManager(Path(parent), world, async_save=is_async) for is_async in (False, True))
+    in_memory = states_in_memory(world, Path(memory))
     sizes: dict[str, int] = {}
     for repetition in range(repetitions + 1):
         root = Path(parent) / f"{repetition}"
         blocking.root, later.root = root / "onstep", root / "onstep-async"
         clock.measure("onstep, blocking", lambda: blocking.save(SaveRequest(1, case.components(), {})))
         clock.measure("dcp.save", partial(save_by_torch, case, root / "dcp"))
+        for name, states in in_memory.items():
+            request = SaveRequest(repetition, case.components(), {})
+            clock.measure(f"{name}: loop blocked", partial(states.save, request))
+            clock.measure(f"{name}: the rest", states.finalize)
         clock.measure("onstep, async: loop blocked", lambda: later.save(SaveRequest(1, case.components(), {})))
         clock.measure("onstep, async: the rest", later.finalize)
         info = resolve(root / "onstep")
@@ -128,6 +150,8 @@ def measure(parameters: int, repetitions: int, parent: str) -> None:
     if world.is_main:
         report(clock, sizes, world.size)
     later.close()
+    for states in in_memory.values():
+        states.close(removes=True)
     world.close()
 
 
@@ -172,8 +196,11 @@ def main() -> None:
     parser.add_argument("--directory", default=None, help="where to save; by default that of temporary files")
     options = parser.parse_args()
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # without it freed memory stays with the process
-    with tempfile.TemporaryDirectory(dir=options.directory) as parent:
-        start_ranks(measure, options.ranks, options.parameters, options.repetitions, parent)
+    with (
+        tempfile.TemporaryDirectory(dir=options.directory) as parent,
+        tempfile.TemporaryDirectory(dir=MEMORY) as memory,
+    ):
+        start_ranks(measure, options.ranks, options.parameters, options.repetitions, parent, memory)
 
 
 if __name__ == "__main__":

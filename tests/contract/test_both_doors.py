@@ -145,6 +145,7 @@ CASES = [
     Case("checkpoint.save_on_best", True, "decisions"),
     Case("checkpoint.save_at_end", True, "files"),
     Case("checkpoint.non_persistent_save_interval", 1, "files"),
+    Case("checkpoint.non_persistent_place", "memory", "files", {"checkpoint.non_persistent_save_interval": 1}),
     Case("checkpoint.async_save", True, "events", SAVES),
     Case("checkpoint.save_optim", False, "files", SAVES),
     Case("checkpoint.save_rng", False, "files", SAVES),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -47,10 +48,15 @@ class Seen:
 
 
 class Node:
-    """One `onstep launch` and its ranks."""
+    """One `onstep launch` and its ranks.
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
+    Args:
+        process: the launch.
+        memory: the directory that stands for the memory of the machine, if the test has any.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], memory: Path | None = None) -> None:
+        self.process, self.memory = process, memory
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks that it has started."""
@@ -74,6 +80,8 @@ class Node:
                     one.kill()
         self.process.kill()
         self.process.wait()
+        if self.memory is not None:
+            shutil.rmtree(self.memory, ignore_errors=True)
 
 
 class Cluster:
@@ -85,10 +93,13 @@ class Cluster:
         most: the largest number of nodes.
         words: the words after `onstep train`.
         pace: how many seconds a step lasts at least.
+        memory: a directory on a file system in memory, in which each node gets one of its own.
     """
 
-    def __init__(self, directory: Path, least: int, most: int, words: list[str], pace: float) -> None:
-        self.directory, self._words = directory, words
+    def __init__(
+        self, directory: Path, least: int, most: int, words: list[str], pace: float, memory: Path | None = None
+    ) -> None:
+        self.directory, self._words, self._memory = directory, words, memory
         self._options = [f"--nnodes={least}:{most}", "--nproc=1", "--max-restarts=100", f"--rdzv={directory}/rdzv"]
         self._options += ["--rdzv-conf=last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"]
         (directory / "seen").mkdir(parents=True)
@@ -101,10 +112,16 @@ class Cluster:
         """Start a node."""
         self._started += 1
         own = ["--import", f"{self.directory}/writer.py", "callbacks=[writer:Writer]"]
+        memory = None if self._memory is None else self._memory / f"node-{self._started}"
+        if memory is not None:
+            memory.mkdir()
+            own.append("checkpoint.memory_dir=$MEMORY_OF_NODE")
         command = [sys.executable, "-m", "onstep", "launch", *self._options, "--", "train", *self._words, *own]
         with (self.directory / f"node-{self._started}.txt").open("wb") as output:
-            process = subprocess.Popen(command, env=self._environment, stdout=output, stderr=output)
-        return Node(process)
+            process = subprocess.Popen(
+                command, env=self._environment | {"MEMORY_OF_NODE": f"{memory}"}, stdout=output, stderr=output
+            )
+        return Node(process, memory)
 
     def seen(self) -> list[Seen]:
         """What all ranks have trained on, in order of time."""

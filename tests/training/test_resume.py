@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from onstep.record import read_records, without_wall_clock
 from tests.support.resuming import Interrupted, compare, outcome, start
 
 Make = Callable[..., ConfigContainer]
+IN_MEMORY = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a file system in memory")
 
 
 @pytest.fixture
@@ -74,6 +76,11 @@ def test_it_may_die_in_a_forward_pass_an_evaluation_a_log_or_a_save(make: Make, 
             marks=pytest.mark.slow,
         ),
         "checkpoint.save_interval=11 checkpoint.save_at_end=false checkpoint.non_persistent_save_interval=3",
+        pytest.param(
+            "checkpoint.save_interval=11 checkpoint.save_at_end=false checkpoint.non_persistent_save_interval=3 "
+            "checkpoint.non_persistent_place=memory",
+            marks=IN_MEMORY,
+        ),
         pytest.param("train.manual_gc=true validation.eval_on_start=true", marks=pytest.mark.slow),
     ],
 )
@@ -82,6 +89,22 @@ def test_it_may_die_with_every_kind_of_run(make: Make, words: str) -> None:
         return make(name, *words.split())
 
     compare(configured, [("on_step_end", 4), ("on_step_end", 5), ("on_step_end", 3)])
+
+
+@IN_MEMORY
+def test_the_newest_state_is_in_memory_until_the_run_is_over(make: Make, tmp_path: Path) -> None:
+    words = ("checkpoint.save_interval=4", "checkpoint.non_persistent_save_interval=3", "checkpoint.async_save=true")
+    config = make("kept", *words, "checkpoint.non_persistent_place=memory")
+    start(config, dies_at=("on_step_end", 8))
+    assert [info.step for info in checkpoints(tmp_path / "runs" / "kept" / "checkpoints")] == [4]
+    (there,) = Path("/dev/shm").glob(f"onstep-{os.geteuid()}-kept-*")
+    assert [path.name for path in there.glob("[!.]*")] == ["checkpoint-6"]
+    begun: list[int] = []
+    manager = CallbackManager()
+    manager.register("on_checkpoint_load", lambda context: begun.append(context.checkpoint_step))
+    pretrain(config, callbacks=manager)
+    assert begun == [6]
+    assert not there.exists()
 
 
 def test_the_comparison_is_red_where_the_random_state_is_left_out(make: Make) -> None:

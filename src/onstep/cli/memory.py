@@ -16,7 +16,13 @@ from onstep.cli.recipes import sized
 from onstep.config import ConfigContainer, resolve
 from onstep.errors import ConfigError
 from onstep.metrics.memory.changes import Estimator, changes_that_fit
-from onstep.metrics.memory.estimate import MemoryEstimate, estimate_training_memory, format_training_memory_estimate
+from onstep.metrics.memory.estimate import (
+    MemoryEstimate,
+    checkpoint_bytes,
+    estimate_training_memory,
+    format_training_memory_estimate,
+)
+from onstep.metrics.memory.fitting import shown
 
 GPU_SIZES = (8, 16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
 """Memory sizes of available GPUs, in nominal GB."""
@@ -57,6 +63,12 @@ def memory(
         f"in {config.mixed_precision or 'float32'}{recomputed}, optimizer {config.optimizer.optimizer}.\n"
         f"{fits(estimate)}"
     )
+    size = checkpoint_bytes(config)
+    if config.checkpoint.non_persistent_place == "memory" and size is not None:
+        print(
+            f"A checkpoint in memory (checkpoint.non_persistent_place) has {shown(size)}: see "
+            f"checkpoint.memory_dir={config.checkpoint.memory_dir}, on the nodes."
+        )
     if gpu_gb is not None:
         print(_changes(config, estimate, gpu_gb, estimator))
     if measure:

@@ -161,6 +161,22 @@ def timeout_of(config: DistributedInitConfig) -> timedelta:
     return timedelta(minutes=config.distributed_timeout_minutes)
 
 
+def gloo_group() -> Any:
+    """A gloo group of all ranks beside all others, for a thread; None for a single rank. Collective."""
+    return None if not dist.is_initialized() or dist.get_world_size() == 1 else dist.new_group(backend="gloo")
+
+
+def leave_one(group: Any, *, waits: bool) -> None:
+    """Leave a group that `gloo_group` made.
+
+    Args:
+        group: None for none.
+        waits: False after an error: what another thread waits for in it fails.
+    """
+    if group is not None and dist.is_initialized():
+        dist.destroy_process_group(group) if waits else dist.distributed_c10d._abort_process_group(group)
+
+
 def control_group(timeout: timedelta | None = None) -> Any:
     """A gloo group for decisions, on the CPU; None where the default group is one. Collective."""
     if dist.get_world_size() == 1 or dist.get_backend() == "gloo":

@@ -53,6 +53,8 @@ class CheckpointInfo:
     """The step (optimizer updates) that the checkpoint is of."""
     manifest: Manifest
     """Its manifest."""
+    in_memory: bool = False
+    """Whether it is in the memory of the node, not in the directory of its run."""
 
 
 def checkpoints(root: Path) -> list[CheckpointInfo]:

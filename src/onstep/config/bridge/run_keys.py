@@ -183,9 +183,9 @@ SCHEDULER = {
 
 CHECKPOINT = {
     **neutral(
-        "checkpoints on local disks and in memory are not supported",
-        "set checkpoint.save_interval, or checkpoint.non_persistent_save_interval for checkpoints that replace each "
-        "other",
+        "checkpoints on local disks are not supported",
+        "set checkpoint.non_persistent_save_interval, and checkpoint.non_persistent_place=memory for checkpoints in "
+        "the memory of each node and a partner",
         {
             "non_persistent_ckpt_type": Either.of(None, "None", "global"),
             "non_persistent_global_ckpt_dir": None,

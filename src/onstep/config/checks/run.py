@@ -168,11 +168,12 @@ def _check_rollback(config: ConfigContainer, components: Sequence[str]) -> None:
     checkpoint = config.checkpoint
     if not has_dir(config):
         raise ConfigError(f"{key}=rollback requires a checkpoint directory; set run.name or checkpoint.save.")
-    intervals = (checkpoint.save_interval, checkpoint.non_persistent_save_interval)
+    is_on_disk = checkpoint.non_persistent_place == "disk"  # memory has the newest state only
+    intervals = (checkpoint.save_interval, is_on_disk and checkpoint.non_persistent_save_interval)
     if not any(intervals) and not checkpoint.save_each_epoch and not checkpoint.save_on_best:
         raise ConfigError(
             f"{key}=rollback rolls back to a checkpoint, but none is saved during training; set "
-            f"checkpoint.save_interval or checkpoint.non_persistent_save_interval."
+            f"checkpoint.save_interval, or checkpoint.non_persistent_save_interval with non_persistent_place=disk."
         )
     for name in ("save_optim", "save_rng", "load_optim", "load_rng"):
         if not getattr(checkpoint, name):

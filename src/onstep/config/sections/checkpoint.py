@@ -12,6 +12,8 @@ COMPONENTS = ("model", "optimizer", "scheduler", "trainer", "dataset", "rng", "c
 
 DIRECTORY = "a directory: run.name or checkpoint.save"
 _LOADS = "checkpoint.load or checkpoint.ckpt_step; a run that merely continues loads everything"
+_TEMPORARY = "checkpoint.non_persistent_save_interval"
+_IN_MEMORY = "checkpoint.non_persistent_place=memory"
 _KEPT = Bound("-1 for all, or at least 1: the newest one", lambda kept: kept == -1 or kept >= 1)
 
 
@@ -52,6 +54,29 @@ class CheckpointConfig(ConfigSection):
         bound="> 0",
         needs=DIRECTORY,
         help="Steps between temporary checkpoints, of which only the newest is kept.",
+    )
+    non_persistent_place: str = option(
+        "disk",
+        SAFE,
+        choices=("disk", "memory"),
+        needs=_TEMPORARY,
+        help="Where temporary checkpoints are: disk (beside the others) | memory (of the nodes, each part on two of "
+        "them: a start after the loss of one reads no checkpoint from the disk).",
+    )
+    memory_dir: str = option(
+        "/dev/shm",
+        SAFE,
+        bound=PATH,
+        needs=_IN_MEMORY,
+        help="Directory on a file system in memory (tmpfs), for checkpoints there; each node expands environment "
+        "variables in it.",
+    )
+    memory_partner: bool | None = option(
+        None,
+        SAFE,
+        needs=_IN_MEMORY,
+        help="Copy what a node has in memory to a partner, the next node, so that either may be lost; None copies "
+        "where there are several nodes, true refuses a single one.",
     )
     async_save: bool = option(
         False,

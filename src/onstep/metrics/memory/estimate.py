@@ -143,6 +143,20 @@ def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBa
     )
 
 
+def checkpoint_bytes(cfg: Any) -> int | None:
+    """Bytes of the tensors of a checkpoint, over all ranks; None for a model without a known formula.
+
+    Args:
+        cfg: the configuration of the run.
+    """
+    shape = ModelShape.of(cfg.model)
+    if shape is None:
+        return None
+    counts, storage = WeightCounts.of(shape, getattr(cfg, "peft", None)), Storage.of(cfg, None)
+    weights = storage.trained * counts.trained + storage.frozen_bytes(counts)
+    return weights + storage.masters * counts.trained + optimizer_bytes(cfg.optimizer, counts, storage.state)
+
+
 def _shards(cfg: Any, ranks: int) -> int:
     size, replicas = cfg.parallel.data_parallel_shard_size, max(1, cfg.parallel.data_parallel_replicate_size)
     return int(size if size > 0 else max(1, ranks // replicas))

@@ -21,9 +21,11 @@ from onstep.events import Request
 from onstep.events.control import STICKY
 from onstep.mirror.copies import local_checkpoint
 from onstep.stores.urls import is_url
+from onstep.training.checkpointing.in_memory import StateInMemory
 from onstep.training.run import Run
 from onstep.training.runs.decisions import CHANGED, WITHDRAWN
 from onstep.training.runs.identity import compare, trains_on_others, ways_to_continue
+from onstep.training.runs.run_dir import RunDir
 from onstep.training.runs.sent_commands import (
     commands_on_end,
     ids_to_repeat,
@@ -220,9 +222,9 @@ def divided_over(sizes: ParallelSizes) -> dict[str, int]:
 
 
 def is_own(state: Run, info: CheckpointInfo) -> bool:
-    """Whether a checkpoint is in the run's own directory."""
+    """Whether a checkpoint is in the run's own directory, or in the memory of its nodes."""
     own = state.run_dir
-    return own is not None and info.path.parent.resolve() == own.checkpoints.resolve()
+    return own is not None and (info.in_memory or info.path.parent.resolve() == own.checkpoints.resolve())
 
 
 def record_lost_save(state: Run, root: Path) -> None:
@@ -230,18 +232,41 @@ def record_lost_save(state: Run, root: Path) -> None:
     if state.run_dir is None or not state.world.is_main:
         return
     found, _ = attempt(lambda: checkpoints(root))  # all ranks raise the error when they look for a start
-    info = found[0] if found else None
-    if info is None or not is_own(state, info):
-        return
+    if found and is_own(state, found[0]):
+        _record_save(state, state.run_dir, found[0])
+
+
+def newest_of_all(state: Run, manager: CheckpointManager, memory: StateInMemory | None) -> CheckpointInfo | None:
+    """The newest state of the run: in memory or, if there is a newer one or none there, on the disk. Collective.
+
+    No file of a checkpoint on the disk is read if the one in memory is as new as any name there.
+
+    Raises:
+        CheckpointError: see `newest_start`.
+    """
+    if memory is None or state.cfg.run.without_commands_from is not None:
+        return newest_start(state, manager)
+    found = memory.find()
+    named = on_main(state.world, lambda: [step for step, kind, _ in named_dirs(manager.root) if not kind])
+    if found is None or found.step < max(named, default=0):
+        on_disk = newest_start(state, manager)
+        found = on_disk if found is None or (on_disk is not None and on_disk.step > found.step) else found
+    if found is not None and found.in_memory and state.run_dir is not None and state.world.is_main:
+        _record_save(state, state.run_dir, found)
+    return found
+
+
+def _record_save(state: Run, directory: RunDir, info: CheckpointInfo) -> None:
+    """Record that a checkpoint is saved, unless that is recorded."""
     captured = info.manifest.extra.get(DECISIONS)
-    if captured and is_cut(state.run_dir.decisions, captured):
+    if captured and is_cut(directory.decisions, captured):
         logger.warning(
             "%s has lost lines that the run had written when it saved the checkpoint of step %d; commands that it "
             "was sent after it may be lost too, and are then not repeated.",
-            state.run_dir.decisions,
+            directory.decisions,
             info.step,
         )
-    if captured and not is_recorded(state.run_dir.decisions, info.step, captured):
+    if captured and not is_recorded(directory.decisions, info.step, captured):
         reason = "recorded by the next process: the one that saved it was killed right after it"
         details = {"checkpoint_step": info.step, "path": str(info.path), **captured}
         append_decision(state, Request("saved", "the loop", "", reason, 0, details), info.step)

@@ -17,6 +17,7 @@ from onstep.checkpoint import (
     ModelState,
     SavedCheckpoint,
     SaveRequest,
+    SharingPattern,
     StateComponent,
 )
 from onstep.config import ChangeClass
@@ -26,6 +27,7 @@ from onstep.errors import CheckpointError
 from onstep.events import Dispatcher, Request
 from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.current_values import current_values, place_scheduler
+from onstep.training.checkpointing.in_memory import StateInMemory, open_state_in_memory
 from onstep.training.checkpointing.place import SavePlace
 from onstep.training.checkpointing.saved_states import DataPosition, RunComponents, finite_numbers, pattern_of
 from onstep.training.checkpointing.starts import (
@@ -38,7 +40,7 @@ from onstep.training.checkpointing.starts import (
     layout_of,
     leave_commands,
     lift_end,
-    newest_start,
+    newest_of_all,
     record_lost_save,
     requested_start,
 )
@@ -48,12 +50,16 @@ from onstep.training.run import Run
 from onstep.training.runs.claims import Claim
 from onstep.training.runs.decisions import BRANCH, DecisionLog
 from onstep.training.runs.mirrored import retention_of
+from onstep.training.runs.run_dir import FINISHED
 from onstep.training.runs.sent_commands import everything_sent, steps_to_keep
 from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.best_metric import note_best_checkpoint
 from onstep.training.stages.progress_log import log_async_checkpoint_saved
 
 logger = logging.getLogger(__name__)
+
+_IN_MEMORY = "in the memory of the nodes"
+"""Why a state is saved there, for the record."""
 
 
 class RunCheckpoints:
@@ -80,6 +86,9 @@ class RunCheckpoints:
         self.saved_mark: tuple[object, ...] | None = None
         self.failure: str | None = None
         self.some_rank_writes = False
+        self._memory: StateInMemory | None = None
+        self._saved_step: int | None = None
+        """The step of the newest checkpoint on the disk that this process knows of."""
         self._identity: Mapping[str, str] = {} if claim is None else claim.identity
         """Digests of what the run is trained on, which its checkpoints record."""
         applied = claim.changes if claim is not None and config.on_config_change == "apply" else ()
@@ -105,7 +114,13 @@ class RunCheckpoints:
     @property
     def is_writing(self) -> bool:
         """Whether this rank is still writing its files of a pending save."""
-        return self.manager.is_saving and not self.manager.is_written
+        in_memory = self._memory is not None and self._memory.is_writing
+        return in_memory or (self.manager.is_saving and not self.manager.is_written)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has begun and is not yet finalized; the same on all ranks."""
+        return self.manager.is_saving or (self._memory is not None and self._memory.is_saving)
 
     def find(self) -> CheckpointInfo | None:
         """The checkpoint to continue from: the requested one, else the run's newest verified one. Collective.
@@ -121,12 +136,15 @@ class RunCheckpoints:
         state, asked = self.state, asked_start(self.state.cfg)
         directory = state.run_dir
         record_lost_save(state, self.root)
+        self._memory = (
+            None if state.cfg.validation.skip_train else open_state_in_memory(state, self.root, self._note_in_memory)
+        )
         if asked is not None and not (directory is not None and directory.has_started_from(asked)):
             self.start, self.is_chosen_start = requested_start(state, self.root), True
         elif state.cfg.checkpoint.resume:
             if directory is not None and state.world.is_main:
                 self._to_keep = steps_to_keep(everything_sent(directory.decisions))
-            self.start = newest_start(state, self.manager)
+            self.start = newest_of_all(state, self.manager, self._memory)
             if self.start is None:
                 check_not_all_damaged(state, self.root)
         if self.start is not None:
@@ -135,6 +153,9 @@ class RunCheckpoints:
         self._identity = compare_identity(state, self.start, self.root, self._identity)
         if self.start is None:
             self._record_start()
+        if self._memory is not None:
+            self._memory.begin(self.start)
+            self._saved_step = None if self.start is None or self.start.in_memory else self.start.step
         return self.start
 
     def check_states(self, trained: Trained) -> None:
@@ -142,8 +163,12 @@ class RunCheckpoints:
 
         Raises:
             CheckpointError: naming the optimizer, callback or value, and the remedy.
+            ConfigError: if memory is to hold checkpoints and has too little space.
         """
         self.components.check_states(trained)
+        if self._memory is not None:
+            kinds = {one.sharing_pattern for one in self.components.progress(trained)}
+            self._memory.check_space(in_shards=SharingPattern.SHARDED in kinds)
 
     def load_progress(self, trained: Trained) -> None:
         """Load weights, optimizer, scheduler, progress and callbacks, and fire `on_checkpoint_load`. Collective.
@@ -166,7 +191,8 @@ class RunCheckpoints:
         self.is_loaded = True
         if self.state.world.is_main:
             logger.info("continuing from %s", info.path)
-        note_best_checkpoint(self.state, info.step, info.path)
+        if not info.in_memory:
+            note_best_checkpoint(self.state, info.step, info.path)
         self.notify.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
     def load_features(self) -> None:
@@ -215,6 +241,8 @@ class RunCheckpoints:
         self._load(info, self.components.progress(trained))
         self._load(info, [*self.components.features(), *self.components.position(None, loads=True)])
         self._leave_branch(info)
+        if self._memory is not None:
+            self._memory.begin(None)
         note_best_checkpoint(self.state, info.step, info.path)
         self.notify.on_checkpoint_load(checkpoint_step=info.step, checkpoint_path=str(info.path))
 
@@ -233,32 +261,50 @@ class RunCheckpoints:
         Raises:
             CheckpointError: see `CheckpointManager.save`.
         """
-        state, step = self.state, self.state.train_state.step
-        self.notify.on_checkpoint_save_start(checkpoint_step=step)
+        state = self.state
+        self._begin_save(reason)
         self.saved_mark = state.mark
-        state.note("checkpoint", {"reason": reason})
         with state.features.pause("write"):
-            components = [
-                *self.components.progress(trained),
-                *self.components.features(),
-                *self.components.position(None if reader is None else DataPosition(reader, state)),
-            ]
-            components = self.components.selected(components)
+            request = self._request(trained, reader)
+            request.persistent, request.adopts = persistent, adopts
             if adopts:
-                components = beside_weights_of_others(components, self.root / f"checkpoint-{step}", state.world)
-            request = SaveRequest(
-                step=step,
-                components=components,
-                config=state.cfg.to_dict(),
-                metrics=finite_numbers(state.evaluated.last_metrics) if state.evaluated.at_step == step else {},
-                layout=layout_of(self.state),
-                persistent=persistent,
-                adopts=adopts,
-                extra=self._extra(),
-            )
+                place = self.root / f"checkpoint-{request.step}"
+                request.components = beside_weights_of_others(request.components, place, state.world)
             state.features.add_to_checkpoint(request)
             self._save(request, reason)
         self.failure = self.manager.failure
+
+    def save_in_memory(self, trained: Trained, reader: StepSource | None) -> None:
+        """Keep the current state in the memory of the nodes, if it is not there. Collective; a failure is a warning.
+
+        `on_checkpoint_save` does not fire: a node has not all files of the state.
+        """
+        if self._memory is not None and self._memory.newest != self.state.train_state.step:
+            self._begin_save(_IN_MEMORY)
+            with self.state.features.pause("write"):
+                self._memory.save(self._request(trained, reader))
+
+    def _begin_save(self, reason: str) -> None:
+        self.notify.on_checkpoint_save_start(checkpoint_step=self.state.train_state.step)
+        self.state.note("checkpoint", {"reason": reason})
+
+    def _request(self, trained: Trained, reader: StepSource | None) -> SaveRequest:
+        """The current state, to be saved."""
+        state = self.state
+        components = [
+            *self.components.progress(trained),
+            *self.components.features(),
+            *self.components.position(None if reader is None else DataPosition(reader, state)),
+        ]
+        is_evaluated = state.evaluated.at_step == state.train_state.step
+        return SaveRequest(
+            step=state.train_state.step,
+            components=self.components.selected(components),
+            config=state.cfg.to_dict(),
+            metrics=finite_numbers(state.evaluated.last_metrics) if is_evaluated else {},
+            layout=layout_of(state),
+            extra=self._extra(),
+        )
 
     def finalize_if_written(self) -> None:
         """Make a pending save durable once all ranks have written their files. Collective, right after an agreement."""
@@ -267,6 +313,9 @@ class RunCheckpoints:
 
     def finish(self) -> None:
         """Wait for a pending save and make it durable. Collective."""
+        if self._memory is not None and self._memory.is_saving:
+            with self.state.features.pause("finalize"):
+                self._memory.finish()
         if self.manager.is_saving:
             with self.state.features.pause("finalize"):
                 if self._following(self.manager.finalize):
@@ -275,6 +324,9 @@ class RunCheckpoints:
     def close(self) -> None:
         """Release threads and buffers. A single rank makes a pending save durable; several ranks abandon it."""
         self.manager.close()
+        if self._memory is not None:
+            is_over = self.state.ending.ended in FINISHED and self.failure is None
+            self._memory.close(saved=self._saved_step, is_over=is_over)
         self._place.release()
 
     def _save(self, request: SaveRequest, reason: str) -> None:
@@ -324,7 +376,7 @@ class RunCheckpoints:
 
     def _leave_branch(self, info: CheckpointInfo) -> None:
         """Set aside newer checkpoints of this run: it continues from an older one."""
-        if info.path.parent.resolve() == self.root.resolve():
+        if info.in_memory or info.path.parent.resolve() == self.root.resolve():
             self.manager.set_aside_newer(info.step)
 
     def _extra(self) -> dict[str, Any]:
@@ -362,7 +414,12 @@ class RunCheckpoints:
             return f"start again: {entry_point.new_run}"
         return f"start again from its weights: {entry_point.from_weights(info.path)}"
 
+    def _note_in_memory(self, request: SaveRequest) -> None:
+        details = {"checkpoint_step": request.step, **request.extra.get(DECISIONS, {})}
+        write_decision(self.state, Request("saved", "the loop", "", _IN_MEMORY, 0, details))
+
     def _notify_durable(self, saved: SavedCheckpoint) -> None:
+        self._saved_step = saved.step
         if self.state.cfg.checkpoint.async_save and self.state.cfg.logger.log_progress:
             log_async_checkpoint_saved(self.state, saved.step)
         details: dict[str, Any] = {"checkpoint_step": saved.step, "path": str(saved.path)}

@@ -19,7 +19,7 @@ from onstep.errors import ConfigError, RunExistsError
 from onstep.trackers import tracker_class
 from onstep.trackers.services.tensorboard_tracker import EVENT_FILES
 from onstep.training.protocols import StateDict
-from onstep.training.runs.hold import PROBES, Hold, abandoned_on_error, missing_directories, remove_empty
+from onstep.training.runs.hold import MEMORY_NOTE, PROBES, Hold, abandoned_on_error, missing_directories, remove_empty
 from onstep.training.runs.hub import hub_revisions, recorded_revisions
 from onstep.training.runs.identity import IDENTITY_FILE, Comparison, Identify, Identity, compare, ways_to_continue
 from onstep.training.runs.lock import LEASE
@@ -34,6 +34,8 @@ LEFTOVERS = (
     "run.json.tmp",
     IDENTITY_FILE,
     f"{IDENTITY_FILE}.tmp",
+    MEMORY_NOTE,
+    f"{MEMORY_NOTE}.tmp",
     PROBES,
     LEASE,
     ".trainer_logs*.json.*.tmp",

@@ -17,7 +17,9 @@ from onstep.training.runs.mirrored import MirroredRun
 
 logger = logging.getLogger(__name__)
 
-_RECORDS = ("run.json", IDENTITY_FILE)
+MEMORY_NOTE = "memory.json"
+"""Says which states in the memory of the nodes continue the run."""
+_RECORDS = ("run.json", IDENTITY_FILE, MEMORY_NOTE)
 _APPENDED = ("decisions.jsonl", "record.jsonl")
 """Lines are only appended, so that restoring them is cutting them to their size."""
 PROBES = ".write-test-*"

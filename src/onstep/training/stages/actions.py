@@ -77,7 +77,7 @@ def act(job: Job) -> bool:
     """
     run, on, control = job.run, job.run.features, job.run.control
     agree(run)
-    if run.checkpoints is not None and run.checkpoints.manager.is_saving:
+    if run.checkpoints is not None and run.checkpoints.is_saving:
         run.checkpoints.finalize_if_written()
     if control.should_abort_without_save:
         return False
@@ -134,7 +134,8 @@ def save_and_exit_if_due(job: Job) -> None:
     """
     run = job.run
     was_unsaved, is_due_now = run.is_unsaved, run.control.should_save
-    if is_due_now or run.leaves:
+    is_temporary_due = is_due(run.train_state.step, run.cfg.checkpoint.non_persistent_save_interval)
+    if is_due_now or is_temporary_due or run.leaves:
         run.features.settle()
     if run.ending.by_anomaly:  # the counters may be ahead of the weights
         run.control.clear("should_save")

@@ -61,12 +61,31 @@ def save_and_decide_exit(run: Run, trained: Trained, reader: Any, flops: float, 
     every = run.cfg.checkpoint.non_persistent_save_interval
     is_requested = run.control.should_save
     run.control.clear("should_save")
+    if keeps_in_memory(run) and not is_last and not run.leaves:
+        _save_in_memory(run, trained, reader)
     if (is_requested and not saves_at_end) or (run.leaves and run.is_unsaved):
         save_and_time(run, trained, reader, flops, reason=_why_saved(run, is_requested))
-    elif not is_requested and run.is_unsaved and is_due(step, every):
+    elif not is_requested and run.is_unsaved and is_due(step, every) and not keeps_in_memory(run):
         reason = f"every {every} steps, not persistent"
         save_and_time(run, trained, reader, flops, persistent=False, reason=reason)
     return run.leaves
+
+
+def keeps_in_memory(run: Run) -> bool:
+    """Whether the state of this step is due in the memory of the nodes; the same on all ranks."""
+    config, step = run.cfg.checkpoint, run.train_state.step
+    return config.non_persistent_place == "memory" and is_due(step, config.non_persistent_save_interval)
+
+
+def _save_in_memory(run: Run, trained: Trained, reader: Any) -> None:
+    """Keep the state in the memory of the nodes, beside the checkpoints on the disk, and print its time. Collective."""
+    if run.checkpoints is None or not run.is_unsaved:
+        return
+    timer = "save-checkpoint-non-persistent"
+    with run.features.pause("save"):
+        with run.timers(timer).measure(barrier=True):
+            run.checkpoints.save_in_memory(trained, reader)
+        run.print_timers([timer])
 
 
 def save_and_time(

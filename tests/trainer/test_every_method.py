@@ -352,7 +352,7 @@ METHODS: dict[str, Row] = {
     # the Hub and searches
     "init_hf_repo": RefusedCall(lambda trainer: trainer.init_hf_repo(), "create_repo"),
     "push_to_hub": RefusedCall(lambda trainer: trainer.push_to_hub(), _UPLOAD),
-    "hyperparameter_search": RefusedCall(lambda trainer: trainer.hyperparameter_search(), "create a Trainer"),
+    "hyperparameter_search": RefusedCall(lambda trainer: trainer.hyperparameter_search(), "requires model_init"),
     "_push_from_checkpoint": Unneeded(),
     "_finish_current_push": Called(),
     "_hp_search_setup": Called(),

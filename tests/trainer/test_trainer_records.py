@@ -313,12 +313,6 @@ def test_memory_is_not_measured_by_default(tmp_path: Path) -> None:
     assert not [name for name in trained(Trainer, tmp_path).state.log_history[-1] if "_mem_" in name]
 
 
-def test_a_search_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
-    trainer = quiet(None, arguments(tmp_path), regression_rows(4), model_init=Regression)
-    with pytest.raises(ConfigError, match=r"hyperparameter_search is not supported; .* model_init"):
-        trainer.hyperparameter_search(n_trials=2)
-
-
 def test_save_on_each_node_is_for_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

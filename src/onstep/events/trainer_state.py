@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from onstep.errors import DataError
 from onstep.events.exportable_state import exported_states, is_exportable
@@ -67,11 +67,11 @@ class TrainerState:
     is_world_process_zero: bool = True
     """Whether this is rank 0."""
     is_hyper_param_search: bool = False
-    """Whether a hyperparameter search runs; never set here."""
+    """Whether this is a trial of a hyperparameter search."""
     trial_name: str | None = None
-    """The name of its trial; never set here."""
+    """The name that `hp_name` gives the trial."""
     trial_params: dict[str, str | float | int | bool] | None = None
-    """The parameters of its trial; never set here."""
+    """The parameters of the trial."""
     stateful_callbacks: StateDict = None  # type: ignore[assignment]
     """The state of each `ExportableState` by class name; made from a list of such callbacks."""
 
@@ -124,24 +124,32 @@ class TrainerState:
                 setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
 
     def init_training_references(self, trainer: _Process, max_steps: int, num_train_epochs: int, trial: object) -> None:
-        """Set the length of a training, and whether this process is the first; `trial` must be None.
+        """Set the length of a training, whether this process is the first, and the trial of a search.
 
         Args:
             trainer: the Trainer, which says whether its process is the first.
             max_steps: steps of the whole run.
             num_train_epochs: epochs of the whole run.
-
-        Raises:
-            NotImplementedError: for a trial, since there is no hyperparameter search.
+            trial: the trial; None outside of a search.
         """
-        if trial is not None:
-            raise NotImplementedError(
-                "Onstep has no hyperparameter search; train each trial with a Trainer of its own."
-            )
-        self.trial_params = None
+        note_trial(self, trial, getattr(trainer, "hp_name", None))
         self.max_steps, self.num_train_epochs = max_steps, num_train_epochs
         self.is_local_process_zero = trainer.is_local_process_zero()
         self.is_world_process_zero = trainer.is_world_process_zero()
+
+
+def note_trial(state: TrainerState, trial: object, hp_name: Callable[[Any], str] | None) -> None:
+    """Set the name and the parameters of a trial; None clears the parameters.
+
+    Args:
+        state: where to set them.
+        trial: an `optuna.Trial`, or the parameters by name.
+        hp_name: gives the name of a trial; None leaves it.
+    """
+    if trial is not None and hp_name is not None:
+        state.trial_name = hp_name(trial)
+    parameters = trial if isinstance(trial, Mapping) else getattr(trial, "params", None)
+    state.trial_params = None if parameters is None else dict(parameters)
 
 
 def _states_of(callbacks: Iterable[object]) -> StateDict:

@@ -71,12 +71,12 @@ class Acting:
         feature = run.features.find(TrainerFeature)
         assert feature is not None
         try:
-            with feature.saving_to(os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")):
+            with feature.saving_to(os.path.join(trainer._get_output_dir(trainer._trial), f"checkpoint-{step}")):
                 trainer._maybe_log_save_evaluate(
                     self._loss,
                     None if job.last is None else job.last.grad_norm,
                     trainer.session.model[0],
-                    None,
+                    trainer._trial,
                     _epoch(run),
                     trainer.session.ignore_keys,
                     feature.started,

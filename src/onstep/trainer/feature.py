@@ -158,10 +158,10 @@ class TrainerFeature(Feature[Run]):
             if step not in written:
                 written[step] = False
                 outer, trainer.write_checkpoint = trainer.write_checkpoint, write_for_user
-                path = os.path.join(trainer._get_output_dir(None), f"checkpoint-{step}")
+                path = os.path.join(trainer._get_output_dir(trainer._trial), f"checkpoint-{step}")
                 try:
                     with being_written(path, is_main=run.world.is_main), self.saving_to(path):
-                        trainer._save_checkpoint(trainer.model, None)
+                        trainer._save_checkpoint(trainer.model, trainer._trial)
                 finally:
                     trainer.write_checkpoint = outer
                 if not written[step]:

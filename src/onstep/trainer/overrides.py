@@ -162,8 +162,8 @@ _REFUSED = {
     ),
 }
 _UNNEEDED = {
+    "_tune_save_checkpoint": "searches with Ray Tune are refused",
     "_push_from_checkpoint": "push_to_hub is refused: nothing is uploaded",
-    "_tune_save_checkpoint": "hyperparameter_search is refused",
     "_defer_fsdp_gradient_reduction": "ddp.sync_each_micro_batch decides when gradients are exchanged",
     "_sync_replicated_trainable_parameters": "all parameters are sharded, or none",
     "_has_mixed_mesh_grads": "the norm of gradients counts every kind of shards",

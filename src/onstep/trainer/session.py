@@ -134,7 +134,7 @@ def training_session(
 
     def claim_run(config: ConfigContainer, world: World) -> tuple[Claim | None, Hold | None]:
         if trainer.model is None:
-            trainer.model = trainer.start_of_training.model_made(trainer.call_model_init, config.rng.seed)
+            trainer.model = trainer.start_of_training.model_made(trainer.model_of_trial, config.rng.seed)
         if repeated is None:
             or_starts = resume_from_checkpoint is None
             claim, hold = acquire_dir(trainer, config, world, resume, or_starts=or_starts)
@@ -147,7 +147,7 @@ def training_session(
     if repeated is not None:
         repeated.attach(run)
     with (
-        open_run(run, trainer.callback_manager, _world, claim_run, accepts_finished=True) as opened,
+        open_run(run, trainer.callback_manager, ranks_of, claim_run, accepts_finished=True) as opened,
         _session(trainer, run, opened.notify, trains=True) as session,
     ):
         session.ignore_keys = ignore_keys
@@ -190,7 +190,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
     entry_point = TrainerEntryPoint(trainer=trainer, processing_class=trainer.processing_class)
     state = GlobalState(cfg=config, world=World(), run_dir=directory, entry_point=entry_point)
     state.args = shown_arguments(trainer.args, None if directory is None else str(directory.path))
-    with state.features.open(SETUP, state, state.world), _world(config) as world:
+    with state.features.open(SETUP, state, state.world), ranks_of(config) as world:
         state.world, state.control = world, Control(rank=world.rank)
         notify = Dispatcher(trainer.callback_manager, state, [], *known_optimizers(trainer))
         entry_point.fire = notify.fire
@@ -214,7 +214,7 @@ def evaluation_session(trainer: TrainerMethods) -> Iterator[Session]:
 
 
 @contextmanager
-def _world(config: ConfigContainer) -> Iterator[World]:
+def ranks_of(config: ConfigContainer) -> Iterator[World]:
     """The ranks. A group of one is closed at once; one of several is kept for the next call, until the process ends."""
     sizes = config.parallel_sizes(world_size_from_environment())
     world = open_world(config.dist, sizes, partial(facts_of, config))
@@ -243,7 +243,7 @@ def _session(
     started = time.perf_counter()
     with state.timers(MODEL_TIMER).measure():
         if trainer.model is None:
-            trainer.model = trainer.call_model_init()
+            trainer.model = trainer.model_of_trial()
         module = trainer.model
         if state.world.sizes.dp_shard > 1:
             from onstep.distributed.fully_sharded import make_room  # importing DTensor costs 0.7 s
@@ -294,8 +294,8 @@ def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:
     if not decides_data(trainer):
         return None
     if trainer.model is None:
-        trainer.model = trainer.start_of_training.model_made(trainer.call_model_init, trainer.args.seed)
-    with _world(config_of(trainer.args, num_samples=None, world_size=size, for_training=False)):
+        trainer.model = trainer.start_of_training.model_made(trainer.model_of_trial, trainer.args.seed)
+    with ranks_of(config_of(trainer.args, num_samples=None, world_size=size, for_training=False)):
         data = users_data(trainer)
     check_length(data.num_samples, trainer.args)
     return data

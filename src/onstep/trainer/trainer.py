@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from onstep.config import TrainingArguments
 from onstep.errors import ConfigError
+from onstep.events.trainer_state import note_trial
 from onstep.past.rewinding import Past
+from onstep.record.kinds import Metrics
 from onstep.trainer.call import Resume, Session
 from onstep.trainer.computing.batch_size_search import with_largest_batch
 from onstep.trainer.loads import load_weights_first
@@ -22,9 +25,11 @@ from onstep.trainer.overrides import check_overrides, overrides
 from onstep.trainer.predictions import TrainOutput
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.trainer.rewinding import rewound
+from onstep.trainer.search.search import search
 from onstep.trainer.session import evaluation_session, job_of, training_session
 from onstep.trainer.takeover import current_takeover
 from onstep.trainer.training_checks import check_output_dir, check_training
+from onstep.trainer.trials.results import BestRun, HPSpace
 from onstep.training import GlobalState
 from onstep.training.pretrain import load_best_model
 from onstep.training.run_job import run_job
@@ -110,6 +115,42 @@ class Trainer(TrainerMethods):
             unfinished_batch_size(self, resume),
         )
 
+    @errors_name_arguments
+    def hyperparameter_search(
+        self,
+        hp_space: HPSpace | None = None,
+        compute_objective: Callable[[Metrics], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | Sequence[str] = "minimize",
+        backend: str | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
+        """Train `n_trials` models from `model_init`, each with other arguments, and return the best trial. Collective.
+
+        Each trial is a run in a directory of its own, `run-<number>` in `output_dir`. The same call in a new process
+        continues an interrupted search: trials that have ended are not trained again, and one that was interrupted
+        continues from the newest checkpoint of its run. Afterwards `args` are as before.
+
+        Args:
+            hp_space: gives the arguments of a trial by name, from an `optuna.Trial`. None searches the learning rate,
+                the number of epochs, the seed and the batch size.
+            compute_objective: the objective, from the metrics of an evaluation; a list if there are several directions.
+                None is the sum of the metrics other than the loss, or the loss if there are none.
+            n_trials: trials of the whole search, those of earlier processes included.
+            direction: `minimize` or `maximize`, or one of them for each value of the objective.
+            backend: `optuna`, which None is too.
+            hp_name: the name of a trial's directory, from the trial.
+            **kwargs: those of `optuna.create_study`, `timeout` (seconds), `catch` and `gc_after_trial`.
+
+        Returns:
+            The best trial; with several directions, a list of those that no other trial surpasses in all of them.
+
+        Raises:
+            ConfigError: before any trial, for a search that cannot be made.
+        """
+        return search(self, hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs)
+
     def rewind(
         self,
         step: int,
@@ -181,12 +222,15 @@ class Trainer(TrainerMethods):
     def _train_once(
         self, resume_from_checkpoint: Resume, trial: object, ignore_keys_for_eval: list[str] | None
     ) -> TrainOutput:
+        self._hp_search_setup(trial)
         check_training(self, resume_from_checkpoint)
         self.check_evaluation()
         if self.model_init is not None:
             self.model = None
-        self._hp_search_setup(trial)
         with training_session(self, resume_from_checkpoint, ignore_keys_for_eval) as session:
+            if trial is not None:
+                session.state.trainer_state.is_hyper_param_search = True
+                note_trial(session.state.trainer_state, trial, self.hp_name)
             checkpoints = session.state.checkpoints
             start = None if checkpoints is None else checkpoints.start
             check_output_dir(self, checkpoints, trial)

@@ -18,6 +18,19 @@ def set_attributes(trainer: Any) -> None:
     """Create the accelerator, and set the attributes that depend on nothing but the constructor's arguments.
 
     Raises:
+        ConfigError: as `follow_arguments`.
+    """
+    follow_arguments(trainer)
+    trainer.is_deepspeed_enabled = trainer.is_tp_enabled = False
+    trainer.is_fsdp_xla_enabled = trainer.is_fsdp_xla_v1_enabled = trainer.is_fsdp_xla_v2_enabled = False
+    trainer.is_distributed_loading_by_transformers = False
+    trainer.deepspeed = trainer.hub_model_id = trainer.hp_name = trainer.hp_search_backend = None
+
+
+def follow_arguments(trainer: Any) -> None:
+    """Set the attributes that depend on `args`; called again for each trial of a search.
+
+    Raises:
         ConfigError: if `create_accelerator_and_postprocess` is overridden with another kind of accelerator.
     """
     trainer.create_accelerator_and_postprocess()
@@ -28,10 +41,6 @@ def set_attributes(trainer: Any) -> None:
         )
     accelerator_state(trainer.args, trainer.accelerator.mixed_precision)
     trainer.is_fsdp_enabled = trainer.accelerator.is_fsdp2
-    trainer.is_deepspeed_enabled = trainer.is_tp_enabled = False
-    trainer.is_fsdp_xla_enabled = trainer.is_fsdp_xla_v1_enabled = trainer.is_fsdp_xla_v2_enabled = False
-    trainer.is_distributed_loading_by_transformers = False
-    trainer.deepspeed = trainer.hub_model_id = trainer.hp_name = trainer.hp_search_backend = None
     trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
     trainer.label_smoother = _label_smoother(trainer.args, trainer.model)
 

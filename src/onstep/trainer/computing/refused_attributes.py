@@ -19,7 +19,6 @@ CONFIGURE = "it follows from the run; configure with TrainingArguments"
 OF_A_STEP = "the position of a run is in trainer.state"
 """The remedy for what `accelerator.gradient_state` lacks."""
 _SHARDED = "the loop and its optimizer handle shards; drop the call"
-_SEARCH = "run each trial with a Trainer of its own"
 _LOOP = "it is a step of Hugging Face's loop; override training_step, or use a callback"
 TRAINER = {
     "_initial_global_step": "use state.global_step in a callback's on_train_begin",
@@ -30,7 +29,6 @@ TRAINER = {
     "_loss_shifts_labels": "labels are counted as the loss of the model does",
     "_attn_mask_causal_checked": "sequences are not sharded",
     "neftune_hook_handle": "set neftune_noise_alpha in TrainingArguments",
-    **dict.fromkeys(("compute_objective", "hp_space", "objective"), _SEARCH),
     **dict.fromkeys(
         (
             "_defer_fsdp_gradient_reduction",

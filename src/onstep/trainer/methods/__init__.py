@@ -12,6 +12,7 @@ from onstep.trainer.methods.optimizing import OptimizingMethods
 from onstep.trainer.methods.reporting import ReportingMethods
 from onstep.trainer.methods.resuming import ResumingMethods
 from onstep.trainer.methods.saving import SavingMethods
+from onstep.trainer.methods.searching import SearchingMethods
 from onstep.trainer.methods.stepping import SteppingMethods
 
 
@@ -24,6 +25,7 @@ class TrainerMethods(
     ReportingMethods,
     ResumingMethods,
     SavingMethods,
+    SearchingMethods,
     CallbackMethods,
 ):
     """All of them."""

@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 class EvaluatingMethods(BaseTrainer):
     """Hugging Face's methods of an evaluation."""
 
+    _trial: object
+    _report_to_hp_search: Callable[..., None]
     _gather_function: Callable[..., object] | None = None
     model_preparation_time: float | None = None
     """Seconds in which the model was placed for the first evaluation; None if a training placed it."""
@@ -272,9 +274,6 @@ class EvaluatingMethods(BaseTrainer):
         """
         return note_best_metric(self.global_state or self.session.state, metrics)
 
-    def _report_to_hp_search(self, trial: object, step: int, metrics: Metrics) -> None:
-        """Nothing, since there is no search here; an override is called after each evaluation of a run."""
-
     def check_evaluation(self) -> None:
         """Refuse (ConfigError) metrics and overridden methods that an evaluation would not call as they are meant."""
         compute = self.compute_metrics
@@ -307,15 +306,15 @@ class EvaluatingMethods(BaseTrainer):
         is_due = state.evaluated.due_at_step == state.train_state.step
         with nullcontext() if is_due else RngState().kept():  # a requested one must not change the training
             metrics = (
-                self._evaluate(None, ignore_keys, skip_scheduler=True)
+                self._evaluate(self._trial, ignore_keys, skip_scheduler=True)
                 if is_first
-                else self._evaluate(None, ignore_keys)
+                else self._evaluate(self._trial, ignore_keys)
             )
         metrics = state.world.share(metrics)  # a script may add some on the first rank only
         if self.args.metric_for_best_model is not None:
             check_metrics(self, metrics)
         record_evaluation(state, metrics)
-        if not is_first and self._determine_best_metric(metrics=metrics, trial=None):
+        if not is_first and self._determine_best_metric(metrics=metrics, trial=self._trial):
             save_best(state)
 
     def _evaluation(self) -> AbstractContextManager[Session]:

@@ -24,7 +24,6 @@ class LoopingMethods(BaseTrainer):
     """Likewise the sum of the losses that are in records."""
     _globalstep_last_logged: int = 0
     """Likewise the step of the last record."""
-    _trial: object = None
     fillers: tuple[Batch, ...] = ()
     """The micro-batches of the current step that repeat another rank's samples, and count as zero."""
     do_due: Callable[[], None] | None = None
@@ -33,10 +32,6 @@ class LoopingMethods(BaseTrainer):
     """Counts the input tokens, with `include_num_input_tokens_seen`."""
 
     # ---- a training
-
-    def _hp_search_setup(self, trial: object) -> None:
-        """Remember the trial that was passed to `train`; called before each training."""
-        self._trial = trial
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """The size of micro-batches that is tried next, with `auto_find_batch_size`; it is in effect already."""
@@ -117,16 +112,6 @@ class LoopingMethods(BaseTrainer):
                 "set the flags of control in a callback."
             )
         self.do_due()
-
-    # ---- a search
-
-    def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Refused: there is no search here.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("Trainer._tune_save_checkpoint belongs to hyperparameter_search, which is not supported.")
 
     accelerator: Any
     _train_batch_size: Any

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NoReturn
 
 from onstep.data import Batch
 from onstep.errors import ConfigError
@@ -98,18 +97,3 @@ class ReportingMethods(BaseTrainer):
         """Leave the process group, which otherwise stays for further calls; trackers are closed when a run ends."""
         if self.global_state is not None:
             self.global_state.world.close()
-
-    def hyperparameter_search(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refused: there is no search here.
-
-        Args:
-            kwargs: as in transformers; none has an effect.
-
-        Raises:
-            ConfigError: always, with what to do instead.
-        """
-        raise ConfigError(
-            "Trainer.hyperparameter_search is not supported; in an objective of optuna or ray, or a loop, create a "
-            "Trainer with model_init and the trial's TrainingArguments (each with its own output_dir), call train() "
-            "and return evaluate()['eval_loss']."
-        )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -112,11 +111,7 @@ class SteppingMethods(BaseTrainer):
         """A new model from `model_init`, which receives `trial` if it has a parameter."""
         model_init = self.model_init
         assert model_init is not None
-        parameters = inspect.signature(model_init).parameters.values()
-        accepts_trial = any(
-            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
-        )
-        model: nn.Module = model_init(trial) if accepts_trial else model_init()
+        model: nn.Module = model_init(trial) if self._makes_model_from_trial() else model_init()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model_init must return a torch.nn.Module, got {type(model).__name__}.")
         return model
@@ -233,3 +228,5 @@ class SteppingMethods(BaseTrainer):
     def get_tp_size(self) -> int:
         """The number of ranks over which the tensors of a layer are split."""
         return int(self.args.parallel_sizes.tp)
+
+    _makes_model_from_trial: Callable[[], bool]

@@ -1,0 +1,1 @@
+"""Defines the parameters, the objective and the result of a trial of a hyperparameter search."""

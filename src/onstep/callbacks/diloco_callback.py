@@ -13,6 +13,7 @@ from onstep.checkpoint import SharingPattern, StateComponent
 from onstep.commands import COMMANDS
 from onstep.config import TrainingArguments
 from onstep.diloco.group.sites import Sites
+from onstep.diloco.protocol.relay import RELAYED
 from onstep.diloco.worker import DiLoCoWorker
 from onstep.diloco.worker.defaults import (
     DEFAULTS,
@@ -248,7 +249,7 @@ class DiLoCoCallback(TrainerCallback):
         self._data_start = start if known is None else max(known, start)
         if take_share is not None and not place.has_share:
             worker_id = self.worker.worker_id
-            self._stop(merge=False)
+            self._stop(merge=False, reason=f"all {place.num_slots} shares of the data are taken")
             raise ConfigError(
                 f"all {place.num_slots} shares of the data are taken, so {worker_id!r} would train on another worker's "
                 f"samples; wait until one has left, or start the server of a new run with --num-workers for the most "
@@ -347,7 +348,7 @@ class DiLoCoCallback(TrainerCallback):
         if not isinstance(control, Control):  # of Hugging Face's Trainer, whose ranks do not agree on flags
             commands = self.worker.share(commands)
         for name in dict.fromkeys(commands):
-            logger.info("DiLoCo: the server tells its workers to %s", name.replace("_", " "))
+            logger.info("DiLoCo: the server tells its workers to %s", RELAYED[name])
             for flag in COMMANDS[name].requests:
                 if hasattr(control, flag):
                     setattr(control, flag, True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onstep.diloco.codec.body import write_body
+from onstep.diloco.protocol.messages import Deregister
 from onstep.diloco.server import DiLoCoServer
 from tests.support.browser import Watched
 from tests.support.diloco.raw_worker import RawWorker
@@ -37,6 +38,9 @@ def test_with_a_token_it_shows_workers_rounds_and_the_loss(
     for number, loss in enumerate((4.0, 2.5)):
         one.client.send(replace(one.request(number, number, tokens=300), loss=loss), body)
         one.get(number + 1)
+    other = worker(server, "b")
+    other.join()
+    other.client.send(Deregister("b", other.session, reason="it was <i>stopped</i>"))
 
     page = new_page()
     page.page.goto(f"{server.url}/")
@@ -54,5 +58,7 @@ def test_with_a_token_it_shows_workers_rounds_and_the_loss(
     assert page.page.locator("#range").inner_text() == "loss 4.0000 to 2.5000"
     assert [page.page.locator(f"#{one}").inner_text() for one in ("high", "low")] == ["4.000", "2.500"]
     assert "600\ntokens" in page.page.locator("#numbers").inner_text()
+    assert page.page.locator("#gone li").inner_text().startswith("b left: it was <i>stopped</i> (")
+    assert page.page.locator("#lost").inner_text() == ""
     assert len(page.page.locator("polyline").get_attribute("points").split()) == 2
     assert {url.removeprefix(server.url) for url in page.urls} <= {"/", "/page.js", "/status", "/favicon.ico"}

@@ -50,6 +50,8 @@ def test_a_server_says_who_comes_and_goes_and_what_a_round_has(
     shown = "\n".join(lines(status))
     assert "400 tokens, " in shown
     assert "loss: 2.5000 at 400" in shown
+    worker(server, "c").join()
+    assert "c joined: with the share of the data that b had (2 of 2 workers)" in caplog.messages
     server.stop()
     assert server.model_path == tmp_path / "checkpoints" / "checkpoint-1"
     assert (server.model_path / "model.safetensors").is_file()
@@ -78,12 +80,16 @@ def test_a_server_names_who_is_missing_in_a_round_and_what_an_operator_did(
         "An operator set the number of expected workers from 2 to 3",
         "An operator orders all workers to save and stop; each does after its next round or heartbeat",
     ]
+    a.client.control("command", {"command": "save"})
+    assert caplog.messages[-1].startswith("An operator orders all workers to save a checkpoint; ")
+    b.client.send(Deregister("b", b.session))
     run_id = server.run_id
     server.stop()
-    serve(settings=replace(TWO, min_workers=1, initial_deadline=0.01), output_dir=tmp_path)
-    assert (
-        f"Continuing run {run_id} after round 1 from {tmp_path / 'diloco'}; its workers were: a, b" in caplog.messages
-    )
+    server = serve(settings=replace(TWO, min_workers=1, initial_deadline=0.01), output_dir=tmp_path)
+    assert f"Continuing run {run_id} after round 1 from {tmp_path / 'diloco'}; its workers were: a" in caplog.messages
+    shown = "\n".join(lines(worker(server, "a").client.get_status()))
+    assert "  b was not there when this server started (0:00:00 ago)" in shown
+    assert "  loss from round 5 on: 2.0000 at 10" in lines({"history": [{"version": 5, "loss": 2.0, "tokens": 10}]})
 
 
 def test_a_spent_token_budget_tells_the_workers_to_save_and_stop_and_ends_the_server(

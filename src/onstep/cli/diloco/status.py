@@ -94,7 +94,10 @@ def _progress(found: Found) -> list[str]:
     if losses:
         chosen = losses[:: max(1, (len(losses) - 1) // 7 + 1)]
         chosen += [losses[-1]] if chosen[-1] is not losses[-1] else []
-        shown.append("  loss: " + ", ".join(f"{one['loss']:.4f} at {format_si(one['tokens'])}" for one in chosen))
+        since = f" from round {history[0]['version']} on" if history[0].get("version", 1) > 1 else ""
+        shown.append(
+            f"  loss{since}: " + ", ".join(f"{one['loss']:.4f} at {format_si(one['tokens'])}" for one in chosen)
+        )
     return shown
 
 

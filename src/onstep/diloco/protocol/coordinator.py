@@ -79,7 +79,8 @@ class Coordinator:
         self.counts: Counter[str] = Counter()
         self.relay = Relay()
         self.on_member: Callable[[str, str, str], None] = lambda kind, worker_id, reason: None
-        """Called when a worker has come or gone, with the name under which that is counted, and the reason it gave."""
+        """Called when a worker has come or gone, with the name under which that is counted, and why it left, or whose
+        share of the data it continues."""
         self._roster = Roster(settings.num_workers)
         self._rounds = [Rounds(fragment, now) for fragment in range(settings.num_fragments)]
         self._has_assembled = False
@@ -103,6 +104,11 @@ class Coordinator:
     def workers(self) -> Collection[str]:
         """Ids of the registered workers."""
         return self._roster.last_seen.keys()
+
+    @property
+    def absent(self) -> list[str]:
+        """Ids of the workers that were registered once and are not now."""
+        return [one for one in self._roster.members if one not in self._roster.last_seen]
 
     @property
     def losses(self) -> Losses:
@@ -245,7 +251,7 @@ class Coordinator:
         refused = misfit(request, self.fingerprint, self.settings.num_fragments)
         if refused is not None:
             return refused
-        before = self._roster.members.get(request.worker_id)
+        before, holders = self._roster.members.get(request.worker_id), self._roster.holders
         is_known = before is not None
         is_same = not isinstance(self._roster.find(request.worker_id, request.session), Refused)
         is_same_session = before is not None and before.session == request.session
@@ -264,7 +270,9 @@ class Coordinator:
             self.revision += 1
             kind = "rejoins" if is_known else "joins"
             self.counts[kind] += 1
-            self.on_member(kind, request.worker_id, "")
+            had = holders.get(member.slot, member.worker_id)
+            share = f"with the share of the data that {had} had" if had != member.worker_id else ""
+            self.on_member(kind, request.worker_id, share if member.has_share else "")
             self._has_assembled = self._has_assembled or self._are_all_there()
         for rounds in self._rounds:
             if rounds.version == 0 and not rounds.open.contributions:

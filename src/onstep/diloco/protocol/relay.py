@@ -8,8 +8,13 @@ from typing import Any
 from onstep.commands import COMMANDS
 from onstep.errors import ConfigError
 
-RELAYED = ("save_checkpoint", "graceful_stop", "save_and_stop", "abort")
-"""The commands of a job that a server relays, by their names in `onstep.commands`."""
+RELAYED = {
+    "save_checkpoint": "save a checkpoint",
+    "graceful_stop": "stop",
+    "save_and_stop": "save and stop",
+    "abort": "stop without saving",
+}
+"""What the commands of a job that a server relays tell workers to do, by their names in `onstep.commands`."""
 _SHORT = {COMMANDS[name].verb: name for name in RELAYED} | {"save_stop": "save_and_stop"}
 NUM_KEPT = 100
 """Commands that are kept; a worker that was away for more gets the newest of them."""

@@ -164,6 +164,11 @@ class Roster:
             member.slot = slot
             self._holders[slot] = member.worker_id
 
+    @property
+    def holders(self) -> dict[int, str]:
+        """The worker that each share of the data was given to last; a copy."""
+        return dict(self._holders)
+
     def find(self, worker_id: str, session: str) -> Member | Refused:
         """The member that sent a request, if it is registered."""
         member = self.members.get(worker_id)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onstep.diloco.outer import follow_workers, set_rate
 from onstep.diloco.protocol.messages import PROTOCOL_VERSION, Settings
-from onstep.diloco.protocol.relay import relayed_command
+from onstep.diloco.protocol.relay import RELAYED, relayed_command
 from onstep.diloco.server.served_run import ServedRun
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Operator:
         await self._run.save_change()
         logger.info(
             "An operator orders all workers to %s; each does after its next round or heartbeat",
-            relayed.replace("_", " "),
+            RELAYED[relayed],
         )
         return number
 

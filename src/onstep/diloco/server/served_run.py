@@ -83,7 +83,7 @@ class ServedRun:
         end: Callable[[], None] = lambda: None,
     ) -> None:
         self.coordinator = coordinator
-        self.telling = Telling(self.now(), coordinator.workers, len(fragments))
+        self.telling = Telling(self.now(), coordinator.workers, coordinator.absent, len(fragments))
         self._token_budget, self._end = token_budget, end
         self._is_told_of_budget = False
         coordinator.on_member = self._on_member

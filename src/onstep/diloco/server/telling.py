@@ -51,16 +51,19 @@ class Telling:
     Args:
         now: seconds, by the clock of the run.
         workers: that are registered.
+        absent: workers that were registered before this server started.
         num_fragments: of the model.
     """
 
-    def __init__(self, now: float, workers: Collection[str] = (), num_fragments: int = 1) -> None:
+    def __init__(
+        self, now: float, workers: Collection[str] = (), absent: Sequence[str] = (), num_fragments: int = 1
+    ) -> None:
         self._num_fragments = num_fragments
         self.rounds: deque[Done] = deque(maxlen=NUM_KEPT)
         self._last: dict[int, float] = {}
         self._began = now
         self._empty_since = None if workers else now
-        self._gone: dict[str, tuple[str, float]] = {}
+        self._gone = {name: ("was not there when this server started", now) for name in absent[-NUM_NAMED:]}
         """Workers that have left or were evicted, the last of them last: in which words, and when."""
 
     def member(
@@ -78,7 +81,7 @@ class Telling:
         Args:
             kind: joins, departures, ...
             worker_id: the worker.
-            reason: why it left, in its own words.
+            reason: why it left, in its own words, or whose share of the data it continues.
             open_steps: that it took with it, in no submission.
             num_registered: workers that are there now.
             num_workers: that are expected.

@@ -360,7 +360,9 @@ class DiLoCoWorker:
                 synchronizer.heartbeat.stop()
             if synchronizer.exchange is not None:
                 if reason:
-                    logger.info("DiLoCo: %s leaves the run: %s", self.worker_id, reason)
+                    is_away = synchronizer.exchange.member.outage.is_on
+                    unheard = "; the server does not answer, and sees it by its silence" if is_away else ""
+                    logger.info("DiLoCo: %s leaves the run: %s%s", self.worker_id, reason, unheard)
                 synchronizer.exchange.leave(reason)
 
     def keep_unsent(self) -> None:

@@ -5,6 +5,8 @@ const count = (value) => {
   for (; Math.abs(value) >= 1000 && unit < 4; unit += 1) value /= 1000;
   return `${Number(value.toPrecision(3))}${["", "K", "M", "G", "T"][unit]}`;
 };
+const age = (seconds) => (seconds < 120 ? `${seconds.toFixed(0)} s` : `${(seconds / 60).toFixed(0)} min`);
+const items = (pairs) => Object.entries(pairs).map(([name, value]) => `${value} ${name}`).join(", ");
 const row = (cells) => {
   const made = document.createElement("tr");
   for (const cell of cells) made.appendChild(document.createElement("td")).textContent = cell;
@@ -60,6 +62,15 @@ function render(found) {
   at("workers").replaceChildren(...Object.entries(found.workers).map(([name, one]) => row([
     name, one.hostname, one.step, one.steps_per_second ? one.steps_per_second.toPrecision(3) : "",
     arrived.has(name) ? "submitted" : "training", `${one.silent_seconds.toFixed(0)} s ago`])));
+  at("gone").replaceChildren(...Object.entries(found.gone).map(([name, one]) => {
+    const made = document.createElement("li");
+    made.textContent = `${name} ${one.why} (${age(one.seconds)} ago)`;
+    return made;
+  }));
+  const lost = items(found.lost_steps);
+  at("lost").textContent = lost && `Steps that no round has: ${lost}`;
+  const first = found.history[0];
+  at("since").textContent = first && first.version > 1 ? `, from round ${first.version} on` : "";
   at("rounds").replaceChildren(...found.history.slice(-12).reverse().map((one) => row([
     one.version, one.contributors.join(", "), one.loss === null ? "" : one.loss.toFixed(5), count(one.own_tokens),
     one.seconds.toFixed(1)])));

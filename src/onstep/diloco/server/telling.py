@@ -63,7 +63,7 @@ class Telling:
         self._last: dict[int, float] = {}
         self._began = now
         self._empty_since = None if workers else now
-        self._gone = {name: ("was not there when this server started", now) for name in absent[-NUM_NAMED:]}
+        self._gone = dict.fromkeys(absent[-NUM_NAMED:], ("was not there when this server started", now))
         """Workers that have left or were evicted, the last of them last: in which words, and when."""
 
     def member(

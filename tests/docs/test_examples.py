@@ -18,8 +18,9 @@ from onstep.diloco.simulator.reading import from_values
 from onstep.recipes import get_recipe
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 
-NEEDS = {"lightning.md": "lightning", "trainer.md": "optuna"}
-"""Packages that the examples of a page import, and that an environment may lack; `make brought` has Lightning."""
+NEEDS = {"lightning.md": "lightning", "trainer.md": "optuna", "on-a-cluster.md": "ray"}
+"""Packages that the examples of a page import, and that an environment may lack; `make brought` has Lightning, and
+`make ray` has Ray."""
 SCRIPTS = ("trl", "sentence-transformers", "dpo", "kto", "reward-models", "grpo")
 """Pages with a script for TRL or sentence-transformers, which `make brought` starts."""
 ELSEWHERE = (*SCRIPTS, "how-do-i")

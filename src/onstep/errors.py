@@ -91,6 +91,10 @@ class LostLeaseError(StoreError):
     """Another process has taken over the run in an object store; this one can write nothing there any more."""
 
 
+class HubError(OnstepError):
+    """The Hugging Face Hub failed or could not be reached; the message contains neither tokens nor signed URLs."""
+
+
 class NonFiniteError(OnstepError, ArithmeticError):
     """A loss or gradient norm was NaN or infinite; the update was not applied."""
 

@@ -225,6 +225,7 @@ OTHER_VALUES: dict[str, Any] = {
     "group_by_length": True,
     "length_column_name": "tokens",
     "dataloader_prefetch_factor": 4,
+    "push_to_hub": True,
     "hub_model_id": "me/model",
     "hub_private_repo": True,
     "hub_strategy": "end",

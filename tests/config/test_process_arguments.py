@@ -138,8 +138,12 @@ def test_set_methods_check_what_they_set() -> None:
 
     with pytest.raises(ConfigError, match=r"logging_steps=0 must be > 0"):
         args.set_logging(steps=0, replica_level="warning")
-    with pytest.raises(ConfigError, match="push_to_hub=True is not supported"):
-        TrainingArguments("out").set_push_to_hub("me/model")
+    pushing = TrainingArguments("out").set_push_to_hub("me/model", "end", "secret", True, True, "dev")
+    values = (pushing.hub_strategy, pushing.hub_token, pushing.hub_private_repo, pushing.hub_always_push)
+    assert (pushing.push_to_hub, pushing.hub_model_id, pushing.hub_revision) == (True, "me/model", "dev")
+    assert values == ("end", "secret", True, True)
+    with pytest.raises(ConfigError, match="hub_strategy='steps' is not supported; use one of 'end', 'every_save'"):
+        TrainingArguments("out").set_push_to_hub("me/model", "steps")
 
 
 def test_the_annotations_of_a_subclass_need_not_be_known_elsewhere() -> None:

@@ -29,6 +29,7 @@ from onstep.config import args_to_config
 from onstep.errors import ConfigError, DataError
 from onstep.trackers.report_to import reporting_trackers
 from tests.support.forked_processes import Processes
+from tests.support.hub_server import TOKEN, HubServer, hub_server, using
 from tests.support.observed_runs import NotedRegression, arguments, described, observe
 from tests.support.small_models import regression_rows
 
@@ -118,7 +119,6 @@ class Refused:
 
 Row = Changes | Holds | OnArguments | OnRanks | ToTracker | Shown | AlwaysSo | Requires | Refused
 
-_HUB = "uploads nothing"
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 RANDOM = {"train_sampling_strategy": "random"}
@@ -224,7 +224,30 @@ def shows_save_at_signal(directory: Path, value: Any) -> None:
 def is_named_as_idle(name: str, value: Any, directory: Path) -> None:
     """Without `push_to_hub` it has no effect, and a run says so, as it says what its effect requires."""
     lines = [line for _, line in observe(directory, **{name: value})["log_lines"]]
-    assert any(f"{name}={value!r} (requires push_to_hub=True, which is not supported)" in line for line in lines)
+    assert any(f"{name}={value!r} (requires push_to_hub=True)" in line for line in lines)
+
+
+def uploaded(directory: Path, token: str | None = TOKEN, **options: Any) -> HubServer:
+    with hub_server() as hub, using(hub, token):
+        observe(directory, push_to_hub=True, config_overrides={"run.save_weights": True}, **options)
+    return hub
+
+
+def shows_upload(directory: Path) -> None:
+    assert set(uploaded(directory / "named", hub_model_id="me/mine").repositories) == {"me/mine"}
+    assert set(uploaded(directory / "other").repositories) == {"me/out"}
+
+
+def shows_token(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="HTTP 401"):
+        uploaded(directory / "without", token=None)
+    assert uploaded(directory, token=None, hub_token=TOKEN).commits("me/out")
+
+
+def shows_private_branch(directory: Path) -> None:
+    hub = uploaded(directory, hub_private_repo=True, hub_revision="dev")
+    assert hub.private == {"me/out"}
+    assert (len(hub.commits("me/out", "dev")), hub.commits("me/out")) == (1, [])
 
 
 def shows_restored_callbacks(directory: Path, value: Any) -> None:
@@ -364,13 +387,13 @@ FIELDS: dict[str, Row] = {
     "restore_callback_states_from_checkpoint": AlwaysSo(
         (False, True), "a run that continues restores the attributes of its callbacks", shows_restored_callbacks
     ),
-    "push_to_hub": Refused(True, _HUB),
-    "hub_token": Refused("secret", _HUB),
-    "hub_private_repo": Shown(partial(is_named_as_idle, "hub_private_repo", True)),
-    "hub_model_id": Shown(partial(is_named_as_idle, "hub_model_id", "me/model")),
-    "hub_strategy": Shown(partial(is_named_as_idle, "hub_strategy", "end")),
+    "push_to_hub": Shown(shows_upload),
+    "hub_model_id": Shown(shows_upload),
+    "hub_token": Shown(shows_token),
+    "hub_private_repo": Shown(shows_private_branch),
+    "hub_revision": Shown(shows_private_branch),
+    "hub_strategy": Shown(partial(is_named_as_idle, "hub_strategy", "end")),  # with push_to_hub: test_trainer_hub.py
     "hub_always_push": Shown(partial(is_named_as_idle, "hub_always_push", True)),
-    "hub_revision": Shown(partial(is_named_as_idle, "hub_revision", "main")),
     # data
     "dataloader_drop_last": Changes(True, "steps", {"per_device_train_batch_size": 5}),
     "dataloader_num_workers": Changes(1, "loader"),

@@ -20,6 +20,7 @@ from onstep import InfoCallback, Trainer
 from onstep.errors import ConfigError
 from onstep.trainer import overrides
 from tests.support.forked_processes import Processes
+from tests.support.hub_server import hub_server, using
 from tests.support.observed_runs import NotedRegression, arguments, described, observe
 from tests.support.small_models import Regression, regression_rows
 
@@ -77,11 +78,16 @@ class RefusedCall:
 
 
 @dataclass(frozen=True)
+class Uploads:
+    """A run with `push_to_hub` calls the override, which calls `super()`; another one does not."""
+
+
+@dataclass(frozen=True)
 class Continued:
     """A run that continues from a checkpoint calls the override, which calls `super()`; another one does not."""
 
 
-Row = Continued | Changes | Called | ForScripts | Refused | RefusedCall | Unneeded
+Row = Continued | Changes | Called | ForScripts | Refused | RefusedCall | Unneeded | Uploads
 
 
 def _doubled(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +245,11 @@ SAVES = {"save_strategy": "steps", "save_steps": 3}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 3}
 BEST = {**SAVES, **EVALUATES, "load_best_model_at_end": True, "save_total_limit": 1}
 
-_UPLOAD = "hf upload"
+
+def _pushed(trainer: Any) -> bool:
+    with hub_server() as hub, using(hub):
+        return bool(trainer.push_to_hub().oid == hub.commits("me/out")[-1].oid)
+
 
 METHODS: dict[str, Row] = {
     # data
@@ -350,10 +360,10 @@ METHODS: dict[str, Row] = {
     "get_sp_size": ForScripts(lambda trainer: trainer.get_sp_size() == 1),
     "get_tp_size": ForScripts(lambda trainer: trainer.get_tp_size() == 1),
     # the Hub and searches
-    "init_hf_repo": RefusedCall(lambda trainer: trainer.init_hf_repo(), "create_repo"),
-    "push_to_hub": RefusedCall(lambda trainer: trainer.push_to_hub(), _UPLOAD),
+    "init_hf_repo": Uploads(),
+    "push_to_hub": ForScripts(_pushed),
     "hyperparameter_search": RefusedCall(lambda trainer: trainer.hyperparameter_search(), "requires model_init"),
-    "_push_from_checkpoint": Unneeded(),
+    "_push_from_checkpoint": Uploads(),
     "_finish_current_push": Called(),
     "_hp_search_setup": Called(),
     "_report_to_hp_search": Called(EVALUATES),
@@ -450,6 +460,13 @@ def test_an_override_has_its_effect_or_is_refused(
             trainer.train(resume_from_checkpoint=checkpoint)
             assert calls
             assert trainer.state.global_step == 6
+        case Uploads():
+            observe(tmp_path / "without", subclass(name, unchanged, calls), **SAVES)
+            assert not calls
+            with hub_server() as hub, using(hub):
+                observe(tmp_path / "with", subclass(name, unchanged, calls), push_to_hub=True, **SAVES)
+            assert calls
+            assert hub.commits("me/out")
         case Unneeded():
             observe(tmp_path, subclass(name, unchanged, calls))
             assert not calls

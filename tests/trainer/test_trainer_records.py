@@ -325,7 +325,6 @@ def test_save_on_each_node_is_for_one_machine(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("push_to_hub", True, "hf upload"),
         ("save_safetensors", False, r"torch\.save"),
         ("trackio_static_space_id", "me/space", "trackio freeze"),
     ],

@@ -265,14 +265,6 @@ def test_the_model_card_has_the_facts_of_the_run(tmp_path: Path) -> None:
     )
 
 
-def test_uploads_are_refused_with_the_command_that_does_them(tmp_path: Path) -> None:
-    trainer = quiet(Regression(), arguments(tmp_path))
-    with pytest.raises(ConfigError, match=rf"hf upload REPO {tmp_path / 'run'}"):
-        trainer.push_to_hub(tags="x")
-    with pytest.raises(ConfigError, match=r"create_repo"):
-        trainer.init_hf_repo()
-
-
 def test_callbacks_are_added_and_removed_by_class_and_by_instance(tmp_path: Path) -> None:
     class One(TrainerCallback):
         pass

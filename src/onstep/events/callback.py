@@ -170,7 +170,7 @@ for _name in HF_EVENTS:
         setattr(Callback, _name, _context_method(_name, "Called by Hugging Face's Trainer alone, which is refused"))
 
 TrainerCallback.on_push_begin = _hf_method(  # type: ignore[attr-defined]
-    "on_push_begin", "Never fired by the loop, since nothing is uploaded; part of Hugging Face's interface"
+    "on_push_begin", "An upload to the Hub is about to begin, on the ranks that call for it; only with `Trainer`"
 )
 
 

@@ -14,8 +14,8 @@ from onstep.explain.source.classes import Classes, ClassInfo, Member, assignment
 from onstep.explain.source.modules import Sources
 from onstep.explain.source.resolver import ClassDefinition, FunctionDefinition, Resolver
 
-NEVER_FIRED = "on_push_begin"
-"""An event of an upload."""
+_OF_UPLOADS = "on_push_begin"
+"""An event that the loop does not have."""
 _THERE = {
     "trainer": ["transformers.trainer_seq2seq.Seq2SeqTrainer"],
     "args": ["transformers.training_args_seq2seq.Seq2SeqTrainingArguments"],
@@ -80,7 +80,7 @@ class Names:
 
     def _made(self, kind: str, members: dict[str, Member]) -> Kind:
         if kind.startswith("callback") and self._places is _HERE:  # their methods are made from the table of events
-            events = HF_EVENTS | {NEVER_FIRED}
+            events = HF_EVENTS | {_OF_UPLOADS}
             members = {**{name: Member(name, 0, is_method=True) for name in events}, **members}
         return Kind(members, self._arguments(kind))
 

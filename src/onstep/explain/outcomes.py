@@ -7,7 +7,7 @@ from typing import Literal
 
 from onstep.config.hf.process import REFUSED_ATTRIBUTES
 from onstep.events.run_state import REFUSED
-from onstep.explain.answers import NEVER_FIRED, Names, here, there
+from onstep.explain.answers import Names, here, there
 from onstep.explain.source.classes import Member
 from onstep.explain.source.resolver import ClassDefinition, Exchanged, ModuleName
 from onstep.explain.source.uses import Patch, Use
@@ -68,8 +68,6 @@ class Outcomes:
         known = self._member(self._there, kind, name)
         if known is None or not known.is_method:
             return None
-        if kind == "callback" and name == NEVER_FIRED:
-            return Outcome("never", "push_to_hub is refused: nothing is uploaded")
         return HONOURED if self._member(self._here, kind, name) is not None else MISSING
 
     def assigned(self, kind: str, name: str) -> Outcome | None:

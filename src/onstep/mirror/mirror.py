@@ -16,6 +16,7 @@ from onstep.checkpoint import FileStore, Retention, best, checkpoints
 from onstep.checkpoint.catalog.discovery import named_dirs
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import CheckpointError, LostLeaseError, OnstepError, StoreError
+from onstep.files.links import link_tree
 from onstep.mirror.remote_checkpoints import ASIDE, RemoteCheckpoint, RemoteCheckpoints, name_of, seal_of
 from onstep.mirror.run_files import RunFiles
 from onstep.mirror.shared_uploads import SharedUploads
@@ -272,21 +273,6 @@ def _linked(source: Path, place: Path) -> Iterator[Path | None]:
     """A directory with links to the files of a checkpoint, which stay readable; None if it is gone by now."""
     shutil.rmtree(place, ignore_errors=True)
     try:
-        shutil.copytree(source, place, copy_function=_link)
-    except (FileNotFoundError, shutil.Error):
-        shutil.rmtree(place, ignore_errors=True)
-        yield None
-        return
-    try:
-        yield place
+        yield place if link_tree(source, place) else None
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # a disk without links
-        shutil.copy2(source, target)

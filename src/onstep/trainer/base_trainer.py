@@ -163,10 +163,12 @@ class BaseTrainer:
             raise ConfigError(f"fused_loss_factory and {other} both define the loss; pass one of them.")
         self.has_fired_on_save = False
         """Whether an override has saved a checkpoint, which fires `on_save`, and may now fire it itself."""
+        methods: Any = self
+        if self.args.push_to_hub:
+            methods.open_hub()
         self._validate_args()
         self.library_attributes = frozenset(vars(self)) - before
         """Names of the attributes that are not a user's own."""
-        methods: Any = self
         methods._own_handler.fire_init_end()
 
     @property

@@ -13,11 +13,12 @@ from onstep.checkpoint import SaveRequest
 from onstep.checkpoint.catalog.unfinished import being_written
 from onstep.config import TrainingArguments
 from onstep.config.hf.argument import LOG_LEVELS
-from onstep.events import Callback, Request
+from onstep.events import Callback, CallbackContext, Request
 from onstep.metrics.memory_peaks import MemoryPeaks
 from onstep.optim import RecallsRates
 from onstep.trainer.computing.own_attributes import OwnAttributes
 from onstep.trainer.loads import Load, by_methods
+from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.methods.saving import writes_weights_beside
 from onstep.trainer.methods.state_files import READERS, STATE_METHODS
 from onstep.trainer.output_dir.files import files_of_checkpoint
@@ -28,6 +29,17 @@ from onstep.training.compute.step import LastStep
 from onstep.training.feature import Feature
 from onstep.training.protocols import Metrics
 from onstep.training.run import Run
+
+
+class CheckpointPushes(Callback):
+    """Calls `_push_from_checkpoint` for each checkpoint that is committed, after the callbacks that add files to it."""
+
+    def __init__(self, trainer: TrainerMethods) -> None:
+        self._trainer = trainer
+
+    def on_checkpoint_save(self, context: CallbackContext) -> None:
+        """Upload what `hub_strategy` says."""
+        self._trainer._push_from_checkpoint(str(context.checkpoint_path))
 
 
 class TrainerFeature(Feature[Run]):
@@ -71,7 +83,7 @@ class TrainerFeature(Feature[Run]):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Count the inputs, and measure the memory of a training."""
+        """Count the inputs, measure the memory of a training, and upload its checkpoints."""
         trainer, kind = self._trainer, str(self._trainer.args.include_num_input_tokens_seen)
         counts: InputCounts | None = None
         added: list[Callback] = []
@@ -81,6 +93,9 @@ class TrainerFeature(Feature[Run]):
             added.append(counts)
         if self._trains and trainer.follows_transformers:
             added.append(OwnAttributes(trainer))
+        if self._trains and trainer.args.push_to_hub:
+            trainer.sweep_uploads()
+            added.append(CheckpointPushes(trainer))
         for callback in added:
             trainer.callback_manager.add(callback)
         if self._trains:

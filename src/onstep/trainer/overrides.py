@@ -129,10 +129,11 @@ _CALLED: dict[str, tuple[str, ...]] = {
     ),
     "at the end of training": ("_finalize_training", "_finish_current_push"),
     "at the end of training, with load_best_model_at_end": ("_load_best_model",),
+    "in the constructor, with push_to_hub": ("init_hf_repo",),
+    "when a checkpoint has been committed, with push_to_hub": ("_push_from_checkpoint",),
     _BY_YOU: (
         "create_model_card",
         "push_to_hub",
-        "init_hf_repo",
         "hyperparameter_search",
         "end",
         "save_state",
@@ -163,7 +164,6 @@ _REFUSED = {
 }
 _UNNEEDED = {
     "_tune_save_checkpoint": "searches with Ray Tune are refused",
-    "_push_from_checkpoint": "push_to_hub is refused: nothing is uploaded",
     "_defer_fsdp_gradient_reduction": "ddp.sync_each_micro_batch decides when gradients are exchanged",
     "_sync_replicated_trainable_parameters": "all parameters are sharded, or none",
     "_has_mixed_mesh_grads": "the norm of gradients counts every kind of shards",

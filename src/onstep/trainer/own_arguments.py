@@ -109,6 +109,7 @@ def _converted(args: TrainingArguments, theirs: type) -> TrainingArguments:
     for name in values.keys() - known:
         if name in of_hugging_face and values[name] != _default(of_hugging_face[name]):
             raise ConfigError(f"TrainingArguments.{name}={values[name]!r} is not supported; leave it at its default.")
+    values["hub_token"] = getattr(args, "hub_token", None)  # which `to_dict` hides
     own = TrainingArguments(**{name: value for name, value in values.items() if name in known})
     for name in values.keys() - known - of_hugging_face.keys() - {*UNPARSED}:
         setattr(own, name, getattr(args, name))

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from onstep.trainer.trials.results import BestRun, HPSpace
 from onstep.training import GlobalState
 from onstep.training.pretrain import load_best_model
 from onstep.training.run_job import run_job
+from onstep.training.runs.run_dir import RunDir
 from onstep.training.setup.final_weights import write_final_weights
 
 
@@ -215,8 +215,19 @@ class Trainer(TrainerMethods):
             load_best_model(state, self.session.model)
         elif self.args.load_best_model_at_end and state.train_state.best_model_checkpoint and not state.exits.decided:
             self._load_best_model()
-        self._finish_current_push()
-        write_final_weights(state, partial(write_final_files, self), self.model)
+        written: list[Path] = []
+
+        def write(directory: RunDir) -> None:
+            write_final_files(self, directory)
+            written.append(directory.model)
+
+        write_final_weights(state, write, self.model)
+        if self.args.push_to_hub:
+            for directory in written:
+                self.push_final(directory)
+            self.finish_pushes(state.world)
+        else:
+            self._finish_current_push()
         return _train_output(state)
 
     def _train_once(

@@ -174,6 +174,8 @@ class TrainingArguments(
             if isinstance(value, str) and (name in _DICTIONARIES or value.startswith("{")):
                 given = _dictionary(value, f"TrainingArguments.{name}")
                 setattr(self, name, typed_texts(given) if name in self._VALID_DICT_FIELDS else given)
+        if self.hub_token == "<HUB_TOKEN>":  # as `to_dict` hides it
+            self.hub_token = None
         settle_compute(self)
         resume = self.resume_from_checkpoint
         if isinstance(resume, str) and resume.lower() in _SWITCHES and not os.path.exists(resume):

@@ -125,7 +125,6 @@ def evaluates(args: Any) -> bool:
 
 
 _OF_WORKERS = "dataloader_persistent_workers dataloader_multiprocessing_context"
-_OF_THE_HUB = "hub_model_id hub_private_repo hub_strategy hub_always_push hub_revision"
 _GROUPS = ("group_by_length", "batch_rebalance")
 
 
@@ -140,7 +139,7 @@ def idle_arguments(args: Any) -> list[tuple[str, list[str]]]:
         (args.preserve_best_model, "preserve_best_model=True", "preserve_n_best best_model_metric"),
         (args.activation_checkpointing, "activation_checkpointing=True", "activation_checkpointing_kwargs"),
         (args.use_liger_kernel, "use_liger_kernel=True", "liger_kernel_config"),
-        (args.push_to_hub, "push_to_hub=True, which is not supported", _OF_THE_HUB),
+        (args.push_to_hub, "push_to_hub=True", "hub_strategy hub_always_push"),
         (args.dataloader_num_workers > 0, "dataloader_num_workers > 0", _OF_WORKERS),
         (args.train_sampling_strategy in _GROUPS, "a train_sampling_strategy that groups", "length_column_name"),
     )

@@ -144,6 +144,7 @@ def _without_a_name(args: TrainingArguments, config: ConfigContainer, world_size
     back = build_silently(_named_arguments(config, world_size))
     names = [f.name for f in fields(TrainingArguments) if f.init]
     differing = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(back, name)}
+    differing.pop("hub_token", None)  # a configuration is written to files
     if differing.pop("accelerator_config", None) and (changed := args.accelerator_config.changed()):
         differing["accelerator_config"] = changed
     if "parallelism_config" in differing:

@@ -11,7 +11,6 @@ from onstep.errors import ConfigError
 T = TypeVar("T")
 
 _SHARDED = "models are sharded by torch's fully_shard: pass fsdp=True"
-_HUB = "training uploads nothing; afterwards: hf upload REPO OUTPUT_DIR, or huggingface_hub.upload_folder"
 
 
 def reserved(default: T, reason: str = "", *, same: tuple[Any, ...] = ()) -> T:
@@ -33,8 +32,6 @@ class ReservedArguments:
         "a run is logged to the Space of trackio_space_id as it goes; to freeze that afterwards: trackio freeze",
         same=(False,),
     )
-    push_to_hub: bool = reserved(False, _HUB)
-    hub_token: str | None = reserved(None, _HUB, same=("<HUB_TOKEN>",))
     ignore_data_skip: bool = reserved(False, "a resumed run continues at the very sample where it stopped")
     dataloader_in_order: bool = reserved(
         True, "batches are always trained on in their order, which a resumed run has again"
@@ -63,14 +60,13 @@ REASONS = {
 
 
 def check_reserved(arguments: ReservedArguments) -> None:
-    """Refuse (ConfigError) any other value of a reserved name than its default; a token is not shown."""
+    """Refuse (ConfigError) any other value of a reserved name than its default."""
     for one in reserved_fields():
         value = getattr(arguments, one.name)
         if value == one.default or any(value == same for same in DECLARED.get(one.name, {}).get("same", ())):
             continue
-        shown = "<hidden>" if one.name.endswith("_token") else repr(value)
         reason = f" ({REASONS[one.name]})" if one.name in REASONS else ""
         raise ConfigError(
-            f"TrainingArguments.{one.name}={shown} is not supported yet{reason}; "
+            f"TrainingArguments.{one.name}={value!r} is not supported yet{reason}; "
             f"leave it at its default {one.default!r}."
         )

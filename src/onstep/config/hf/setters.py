@@ -154,15 +154,12 @@ class SettingMethods:
         """Set `push_to_hub` and what belongs to it.
 
         Args:
-            strategy: when: `no`, `steps` or `epoch`.
             model_id: the name of the repository.
-            token: the token of the Hub.
-            private_repo: whether the repository is private.
-            always_push: whether an upload starts before the one before has ended.
+            strategy: what is uploaded: `end`, `every_save`, `checkpoint` or `all_checkpoints`.
+            token: a token that may write there; None for `huggingface_hub`'s own ways.
+            private_repo: whether a new repository is private.
+            always_push: whether a save is queued for upload while the one before is unfinished.
             revision: the branch.
-
-        Raises:
-            ConfigError: always, since nothing is uploaded.
         """
         return self._set(
             push_to_hub=True,

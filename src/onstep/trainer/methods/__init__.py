@@ -4,14 +4,13 @@ A method that is not overridden costs nothing: `onstep.trainer.overrides.overrid
 then calls it at its place; otherwise the loop does the same in its own, shorter way.
 """
 
-from onstep.trainer.methods.callbacks import CallbackMethods
 from onstep.trainer.methods.evaluating import EvaluatingMethods
+from onstep.trainer.methods.hub import HubMethods
 from onstep.trainer.methods.loading import LoadingMethods
 from onstep.trainer.methods.looping import LoopingMethods
 from onstep.trainer.methods.optimizing import OptimizingMethods
 from onstep.trainer.methods.reporting import ReportingMethods
 from onstep.trainer.methods.resuming import ResumingMethods
-from onstep.trainer.methods.saving import SavingMethods
 from onstep.trainer.methods.searching import SearchingMethods
 from onstep.trainer.methods.stepping import SteppingMethods
 
@@ -24,9 +23,8 @@ class TrainerMethods(
     EvaluatingMethods,
     ReportingMethods,
     ResumingMethods,
-    SavingMethods,
     SearchingMethods,
-    CallbackMethods,
+    HubMethods,
 ):
     """All of them."""
 

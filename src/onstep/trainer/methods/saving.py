@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -175,36 +175,6 @@ class SavingMethods(StateFileMethods):
             dataset_args=dataset_args,
         )
         (directory / "README.md").write_text(card, encoding="utf-8")
-
-    def push_to_hub(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refused: nothing is uploaded.
-
-        Args:
-            kwargs: as in transformers; none has an effect.
-
-        Raises:
-            ConfigError: always, with the command that uploads the directory.
-        """
-        raise ConfigError(
-            f"Trainer.push_to_hub is not supported: nothing is uploaded. Call save_model() and create_model_card(), "
-            f"then run: hf upload REPO {self.args.output_dir}; or in Python: "
-            f"huggingface_hub.upload_folder(repo_id=..., folder_path={str(self.args.output_dir)!r})."
-        )
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> NoReturn:
-        """Refused, as `push_to_hub`.
-
-        Args:
-            token: as in transformers; none has an effect.
-            private: as in transformers; none has an effect.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "Trainer.init_hf_repo is not supported: nothing is uploaded; create a repository with "
-            "huggingface_hub.create_repo, and upload the directory after training."
-        )
 
 
 def save_model(

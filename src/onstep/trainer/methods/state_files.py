@@ -1,4 +1,4 @@
-"""Hugging Face's methods that write the states beside the weights, and those for model hubs."""
+"""Hugging Face's methods that write the states beside the weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
-from onstep.errors import ConfigError
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.overrides import overrides, replaces
 
@@ -27,7 +26,6 @@ class StateFileMethods(BaseTrainer):
     only where an override needs them: one that loads without `super()`, or that writes a checkpoint of its own.
     """
 
-    push_in_progress: Any = None
     due_directory: str | None = None
     """The directory of the checkpoint that is being written through a user's methods."""
     left_to_checkpoint: Sequence[Callable[[], None]] = ()
@@ -61,20 +59,6 @@ class StateFileMethods(BaseTrainer):
             self.left_to_checkpoint = [*self.left_to_checkpoint, partial(write, output_dir)]
         else:
             write(output_dir)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> NoReturn:
-        """Refused, as `push_to_hub`.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            f"Trainer._push_from_checkpoint({checkpoint_folder!r}) is not supported: nothing is uploaded; afterwards: "
-            f"hf upload REPO {self.args.output_dir}"
-        )
-
-    def _finish_current_push(self) -> None:
-        """Nothing is uploaded, so there is nothing to wait for."""
 
 
 READERS = ("_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onstep.config.hf.argument import Choice, Steps, argument, declares_arguments
 
@@ -41,13 +41,19 @@ class SavingArguments:
     states of all other callbacks, are always restored."""
     enable_jit_checkpoint: bool = False
     """Accepted without effect: SIGTERM always saves a checkpoint and ends the run."""
+    push_to_hub: bool = False
+    """Upload the model to the Hugging Face Hub, as `hub_strategy` says, in the background while the run trains."""
     hub_model_id: str | None = None
-    """Like the four that follow, for `push_to_hub`, without which none has an effect in transformers either."""
+    """The repository, as `owner/model`, or `model` for one of the token's owner; None is the name of `output_dir`."""
+    hub_token: str | None = field(default=None, repr=False)
+    """A token that may write there. None for `huggingface_hub`'s own ways: HF_TOKEN, or the file of `hf auth login`."""
     hub_private_repo: bool | None = None
-    """Whether the repository of `push_to_hub` is private; without effect here, as nothing is uploaded."""
+    """Whether a repository that is created is private; None is the owner's default."""
     hub_strategy: str = argument("every_save", choices=("end", "every_save", "checkpoint", "all_checkpoints"))
-    """When the Hub gets checkpoints; without effect here, as nothing is uploaded."""
+    """What is uploaded beside the final weights: nothing (`end`); the weights of each save (`every_save`); the newest
+    whole checkpoint, too, as `last-checkpoint` (`checkpoint`); or every whole checkpoint (`all_checkpoints`)."""
     hub_always_push: bool = False
-    """Whether uploads overlap; without effect here, as nothing is uploaded."""
+    """Whether a save is queued for upload while the one before is unfinished. False skips it; its files come with a
+    later one."""
     hub_revision: str | None = None
-    """The branch of the Hub; without effect here, as nothing is uploaded."""
+    """The branch of the repository, which is created if it is missing; None is `main`."""

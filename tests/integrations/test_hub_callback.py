@@ -24,12 +24,12 @@ def hub() -> Iterator[HubServer]:
 
 
 def test_pretrain_uploads_its_final_weights_and_newest_checkpoint(
-    tmp_path: Path, hub: HubServer, small_config: ConfigContainer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, hub: HubServer, tiny_config: ConfigContainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    small_config.run.output_dir, small_config.run.name = str(tmp_path), "run"
-    small_config.train.train_iters, small_config.checkpoint.save_interval = 4, 2
+    tiny_config.run.output_dir, tiny_config.run.name = str(tmp_path), "run"
+    tiny_config.train.train_iters, tiny_config.checkpoint.save_interval = 4, 2
     fault = hub.fail("/commit/", 500, times=1)
-    pretrain(small_config, callbacks=[HubCallback("me/model", "checkpoint", always_push=True)])
+    pretrain(tiny_config, callbacks=[HubCallback("me/model", "checkpoint", always_push=True)])
     assert fault.seen == 1
     assert hub.messages()[-1] == "End of training"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(hub.download(tmp_path / "fetched"))
@@ -53,10 +53,10 @@ def test_a_trainer_has_the_callback_too(tmp_path: Path, hub: HubServer) -> None:
     assert hub.private == {"me/model"}
 
 
-def test_without_a_token_no_step_is_trained(tmp_path: Path, hub: HubServer, small_config: ConfigContainer) -> None:
-    small_config.run.output_dir, small_config.run.name = str(tmp_path), "run"
+def test_without_a_token_no_step_is_trained(tmp_path: Path, hub: HubServer, tiny_config: ConfigContainer) -> None:
+    tiny_config.run.output_dir, tiny_config.run.name = str(tmp_path), "run"
     with using(hub, token=None), pytest.raises(ConfigError, match="HTTP 401"):
-        pretrain(small_config, callbacks=[HubCallback("me/model")])
+        pretrain(tiny_config, callbacks=[HubCallback("me/model")])
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
     with pytest.raises(ConfigError, match="strategy must be one of end, checkpoint, all_checkpoints, got 'every_save'"):
         HubCallback("me/model", "every_save")  # type: ignore[arg-type]

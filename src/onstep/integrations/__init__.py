@@ -1,1 +1,1 @@
-"""Adapters for other libraries, one package for each: what was written for them runs on Onstep, or Onstep in them."""
+"""Adapters for other libraries and services: what was written for them runs on Onstep, or Onstep in or with them."""

@@ -110,7 +110,10 @@ def test_ctrl_c_leaves_the_last_upload(tmp_path: Path, hub: HubServer, part: str
 @pytest.mark.distributed
 def test_of_two_ranks_one_uploads(tmp_path: Path, hub: HubServer) -> None:
     settings = {"per_device_train_batch_size": 1, "hub_strategy": "checkpoint"}
-    code, said = torchrun.finish(torchrun.job(JOBS, "push", settings), tmp_path, **environment(hub))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(hub).items():
+            patch.setenv(name, value)
+        code, said = torchrun.finish(torchrun.job(JOBS, "push", settings), tmp_path)
     assert code == 0, said
     results = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(2)]
     assert [one["uploads"] for one in results] == [True, False]

@@ -32,10 +32,9 @@ def test_pretrain_uploads_its_final_weights_and_newest_checkpoint(
     pretrain(tiny_config, callbacks=[HubCallback("me/model", "checkpoint", always_push=True)])
     assert fault.seen == 1
     assert hub.messages()[-1] == "End of training"
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(hub.download(tmp_path / "fetched"))
-    local = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    ids = torch.arange(6)[None]
-    assert torch.equal(loaded.eval()(ids).logits, local.eval()(ids).logits)
+    places = hub.download(tmp_path / "fetched"), tmp_path / "run" / "model"
+    loaded, local = (transformers.AutoModelForCausalLM.from_pretrained(place) for place in places)
+    assert torch.equal(loaded(torch.arange(6)[None]).logits, local(torch.arange(6)[None]).logits)
     newest = tmp_path / "run" / "checkpoints" / "checkpoint-4"
     for path in (one for one in newest.rglob("*") if one.is_file()):
         assert hub.files()[f"last-checkpoint/{path.relative_to(newest).as_posix()}"] == path.read_bytes()
@@ -44,6 +43,7 @@ def test_pretrain_uploads_its_final_weights_and_newest_checkpoint(
     assert any("the commit to me/model failed" in one.getMessage() for one in caplog.records)
 
 
+@pytest.mark.slow
 def test_a_trainer_has_the_callback_too(tmp_path: Path, hub: HubServer) -> None:
     args = arguments(tmp_path, save_steps=2, config_overrides={})
     callback = HubCallback("me/model", "all_checkpoints", token=TOKEN, private=True, always_push=True)

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -92,7 +93,8 @@ class HubServer:
 
     def hold(self, part: str) -> None:
         """Hold the next request whose path contains `part` until `released` is set; then it goes on."""
-        self.arrived.clear(), self.released.clear()
+        self.arrived.clear()
+        self.released.clear()
         self.held = lambda method, path: part in path
 
 
@@ -121,8 +123,10 @@ def using(hub: HubServer, token: str | None = TOKEN) -> Iterator[None]:
     """Let `huggingface_hub` in this process use it."""
     from huggingface_hub import constants
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)  # of its own client
         patch.setattr(constants, "ENDPOINT", hub.url)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from onstep.errors import ConfigError, HubError, MissingExtraError
 
@@ -88,7 +88,15 @@ class Repository:
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         """Raise what the library raises as ConfigError or HubError, in one line."""
-        from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+
+        # the base of all errors of the HTTP client that this version uses
+        of_transport = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
 
         try:
             yield
@@ -99,7 +107,7 @@ class Repository:
             ) from None
         except HFValidationError as error:
             raise ConfigError(f"{what}: {self._shown(error)}; correct hub_model_id.") from None
-        except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        except (*of_transport, OSError, ValueError, RuntimeError) as error:
             if isinstance(error, RepositoryNotFoundError):
                 self.id = None  # it was deleted: the next attempt creates it again
             status = _status(error)
@@ -113,7 +121,7 @@ class Repository:
         status, said = _status(error), getattr(error, "server_message", None)
         text = f"HTTP {status}" + (f", {said}" if said else "") if status else f"{type(error).__name__}: {error}"
         cause = error.__cause__
-        if isinstance(cause, Exception) and not status:
+        if isinstance(error, RuntimeError) and cause is not None and not status:
             text += f" ({type(cause).__name__}: {cause})"
         text = _URL.sub("<url>", " ".join(text.split()))[:_LONGEST].rstrip(".; ")
         return text.replace(self.token, "<token>") if self.token else text
@@ -123,7 +131,7 @@ class Repository:
 def _without_bars() -> Iterator[None]:
     """The library's progress bars would mix with those of the training."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled() or constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:
         yield

@@ -51,10 +51,11 @@ class HubCallback(Callback):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Create the repository."""
+        state: Any = context.state
         if context.rank != 0:
             return
-        if context.state.run_dir is not None:
-            self._pusher.sweep(context.state.run_dir.checkpoints)
+        for directory in () if state.run_dir is None else (state.run_dir.checkpoints, state.run_dir.model):
+            self._pusher.sweep(directory)
         try:
             self._uploads.repository.create()
         except HubError as error:

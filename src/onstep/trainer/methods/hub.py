@@ -96,7 +96,7 @@ class HubMethods(SavingMethods, CallbackMethods):
             return
         try:
             if is_own:
-                self._publish(Commit("Model save"), {})
+                self._upload_saved(Commit("Model save"), {})
             else:
                 self.push_to_hub(commit_message="Model save")
         except (ConfigError, HubError) as error:
@@ -134,9 +134,9 @@ class HubMethods(SavingMethods, CallbackMethods):
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
-        return self._publish(Commit(commit_message or "End of training", token, revision, blocking), kwargs)
+        return self._upload_saved(Commit(commit_message or "End of training", token, revision, blocking), kwargs)
 
-    def _publish(self, commit: Commit, card: dict[str, Any]) -> Any:
+    def _upload_saved(self, commit: Commit, card: dict[str, Any]) -> Any:
         """Upload `output_dir`, where the model has just been saved."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)  # type: ignore[attr-defined]
         if self._pusher_of_run() is None:

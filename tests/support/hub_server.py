@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if fault is not None and fault.answer is not None:
-            self._answer(fault.answer, {"error": "planted"}, {"X-Error-Message": "planted failure"})
+            self._answer(fault.answer, {"error": "planted failure"}, {})
             return
         if not path.startswith("/lfs/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self._answer(401, {"error": "Invalid username or password."}, {})

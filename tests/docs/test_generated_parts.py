@@ -208,7 +208,7 @@ FOUND_FIRST = {
     "resume": "guide/checkpoints/",
     "out of memory": "guide/when-things-go-wrong/",
     "gguf": "guide/after-training/",
-    "push to hub": "coming-from/hugging-face/",
+    "push to hub": "guide/trainer/",
     "learning rate": "guide/optimizers/",
 }
 """Words that are searched for, and the page that comes first."""

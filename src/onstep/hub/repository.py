@@ -40,7 +40,7 @@ class Repository:
         """Create the repository and its branch, unless they exist; its full name.
 
         Raises:
-            ConfigError: if the Hub refuses: the token is missing, unknown, or may not write there.
+            ConfigError: if the Hub refuses: the token is missing, unknown, or without the right to write there.
             HubError: if the Hub cannot be reached or fails, so that another attempt may succeed.
             MissingExtraError: without `huggingface_hub`.
         """

@@ -43,7 +43,7 @@ class Uploads:
 
     Args:
         repository: where to.
-        then: what is said of an upload that failed: when its files come instead.
+        then: ends the warning of an upload that failed: when its files come instead.
     """
 
     def __init__(self, repository: Repository, then: str) -> None:

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from onstep.errors import HubError, require
 from onstep.events import Callback, CallbackContext
-from onstep.hub import Pusher, Repository, Uploads
+from onstep.hub.pusher import Pusher
+from onstep.hub.repository import Repository
+from onstep.hub.uploads import Uploads
 from onstep.hub.waiting import finish_uploads
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,9 @@ from typing import Any
 
 from onstep.distributed import World
 from onstep.errors import ConfigError, HubError
-from onstep.hub import Pusher, Repository, Uploads
+from onstep.hub.pusher import Pusher
+from onstep.hub.repository import Repository
+from onstep.hub.uploads import Uploads
 from onstep.hub.waiting import finish_uploads
 from onstep.trainer.methods.callbacks import CallbackMethods
 from onstep.trainer.methods.saving import SavingMethods

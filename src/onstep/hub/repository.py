@@ -95,8 +95,9 @@ class Repository:
             RepositoryNotFoundError,
         )
 
-        # the base of all errors of the HTTP client that this version uses
-        of_transport = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
+        # its bases are those of all errors of the HTTP client that this version uses
+        of_client = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
+        failures: tuple[type[Exception], ...] = (*of_client, OSError, ValueError, RuntimeError)
 
         try:
             yield
@@ -107,7 +108,7 @@ class Repository:
             ) from None
         except HFValidationError as error:
             raise ConfigError(f"{what}: {self._shown(error)}; correct hub_model_id.") from None
-        except (*of_transport, OSError, ValueError, RuntimeError) as error:
+        except failures as error:
             if isinstance(error, RepositoryNotFoundError):
                 self.id = None  # it was deleted: the next attempt creates it again
             status = _status(error)

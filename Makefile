@@ -7,13 +7,14 @@ PEERS := .venv-peers
 BROUGHT := .venv-brought
 HEAVY := .venv-heavy
 RAY := .venv-ray
+MOTO := .venv-moto
 
 # Compiled modules are kept whatever the environment says: the tests start hundreds of processes that import the package.
 export PYTHONDONTWRITEBYTECODE :=
 # Modules are compiled when they are first imported: compiling all 20,000 takes most of the time of an installation.
 INSTALL := -m pip install --quiet --no-compile
 
-.PHONY: demo test test-all test-main test-heavy test-slow test-distributed faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser slurm ray docs docs-serve docs-tables clean
+.PHONY: demo test test-all test-main test-heavy test-stores test-slow test-distributed faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser slurm ray docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -26,12 +27,16 @@ test: $(READY)
 test-all: test-main $(HEAVY)/.ready
 	$(HEAVY)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests/heavy
 
-test-main: $(READY)
+test-main: $(READY) $(MOTO)/.ready
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # What needs torchao, bitsandbytes and lm-eval: with them installed, transformers and peft take twice as long to import.
 test-heavy: $(HEAVY)/.ready
 	$(HEAVY)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/heavy
+
+# Runs in object stores with everything that can go wrong, over real sockets; prints what it counted. An hour.
+test-stores: $(READY) $(MOTO)/.ready
+	$(BIN)/python -m pytest -s tests/mirror
 
 # The long sweeps, which neither of them runs.
 test-slow: $(READY)
@@ -124,7 +129,7 @@ docs-serve: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(BROUGHT) $(HEAVY) $(RAY) site build dist src/onstep.egg-info
+	rm -rf $(VENV) $(PEERS) $(BROUGHT) $(HEAVY) $(RAY) $(MOTO) site build dist src/onstep.egg-info
 
 # The CPU build of torch comes first, by its exact version: a range would pull the newest build with CUDA.
 $(READY): pyproject.toml constraints.txt
@@ -146,6 +151,12 @@ $(RAY)/.ready: $(READY)
 	test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python tests/heavy/stand_on.py $(BIN)/python
 	$(RAY)/bin/python $(INSTALL) --constraint constraints.txt "ray[train,tune]==2.60.*"
+	touch $@
+
+# The S3 server of tests/mirror/s3, in an environment of its own: botocore refuses our dateutil.
+$(MOTO)/.ready: tests/mirror/s3/requirements.txt
+	test -x $(MOTO)/bin/python || $(PYTHON) -m venv $(MOTO)
+	$(MOTO)/bin/python $(INSTALL) --requirement tests/mirror/s3/requirements.txt
 	touch $@
 
 $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers-requirements.txt

@@ -20,9 +20,11 @@ from pathlib import Path
 from onstep.checkpoint import FileStore, Manifest, Retention, SaveTransaction
 from onstep.checkpoint.storage.manifest import ComponentEntry
 from onstep.mirror.attach import Place, attach
-from onstep.mirror.mirror import SHARED
+from onstep.mirror.beat import Beat
+from onstep.mirror.mirror import BEAT, SHARED
 from onstep.mirror.shared_uploads import Helper
-from onstep.stores.bucket import CONCURRENCY, PART_BYTES
+from onstep.stores.bucket import PART_BYTES
+from onstep.stores.parallel import CONCURRENCY
 
 
 def main() -> None:
@@ -67,7 +69,7 @@ def measure(folder: Path, given: argparse.Namespace) -> None:
 
 def help_out(place: Place) -> None:
     """Be another rank."""
-    Helper(place.url, place.workplace / SHARED)
+    Helper(place.url, place.workplace / SHARED, Beat(place.workplace / BEAT))
     time.sleep(86_400)
 
 

@@ -12,9 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["pass", "drop", "lose the answer", "twice", "cut", "500", "503", "stop before", "stop after"]
-"""Forward it; close the connection without, or after forwarding; forward it twice; forward half of it; answer with an
-error; call `Proxy.strike` and then close the connection, without or after forwarding."""
+Fault = Literal["pass", "wait", "drop", "lose the answer", "twice", "cut", "500", "503", "stop before", "stop after"]
+"""Forward it, also once `Proxy.go` is set; close the connection without, or after forwarding; forward it twice; forward
+half of it; answer with an error (503 with `Retry-After`); call `Proxy.strike` and then close the connection, without or
+after forwarding."""
+FAULTS: tuple[Fault, ...] = ("drop", "lose the answer", "twice", "cut", "500", "503")
+"""Those of a network and of a server."""
 
 
 @dataclass
@@ -27,6 +30,7 @@ class Proxy:
     strike: Callable[[], object] = lambda: None
     is_dead: bool = False
     """Whether every connection is closed at once."""
+    go: threading.Event = field(default_factory=threading.Event)
     requests: list[str] = field(default_factory=list)
     turn: threading.Lock = field(default_factory=threading.Lock)
 
@@ -46,12 +50,15 @@ def faulty_proxy(address: str) -> Iterator[Proxy]:
                 number = len(proxy.requests)
                 proxy.requests.append(f"{self.command} {self.path}")
             fault = "drop" if proxy.is_dead else proxy.decide(number, self.command, self.path)
+            if fault == "wait":
+                proxy.go.wait()
             if fault == "stop before":
                 proxy.strike()
             if fault in ("drop", "stop before"):
                 return
             if fault in ("500", "503"):
-                self._answer(int(fault), [], b"<Error><Code>SlowDown</Code></Error>")
+                pause = [("Retry-After", "1")] if fault == "503" else []
+                self._answer(int(fault), pause, b"<Error><Code>SlowDown</Code></Error>")
                 return
             if fault == "cut":
                 self._forward_half(body)
@@ -105,5 +112,6 @@ def faulty_proxy(address: str) -> Iterator[Proxy]:
     try:
         yield proxy
     finally:
+        proxy.go.set()
         server.shutdown()
         server.server_close()

@@ -62,7 +62,12 @@ def attach(place: Place, retention: Retention, steps: Collection[int] = ()) -> M
     _note(place.workplace, [*(owners[:1] or [""]), owner])
     who = f"process {os.getpid()} on {socket.gethostname()}"
     lease, before = Lease.take(
-        bucket, owner, who, seconds=place.lease_seconds, own=owners, report=lambda text: logger.warning("%s", text)
+        Bucket(place.url),  # its own: what is uploaded can be given up while the lease is kept
+        owner,
+        who,
+        seconds=place.lease_seconds,
+        own=owners,
+        report=lambda text: logger.warning("%s", text),
     )
     try:
         if was_last := _was_last(place, before, owners):

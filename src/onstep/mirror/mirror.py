@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from onstep.checkpoint import FileStore, Retention, best, checkpoints
+from onstep.checkpoint import Retention, checkpoints
 from onstep.checkpoint.catalog.discovery import named_dirs
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import CheckpointError, LostLeaseError, OnstepError, StoreError
-from onstep.files.links import link_tree
+from onstep.mirror.beat import Beat
+from onstep.mirror.linked_copy import linked
+from onstep.mirror.local_space import trim
+from onstep.mirror.outage import Outage
 from onstep.mirror.remote_checkpoints import ASIDE, RemoteCheckpoint, RemoteCheckpoints, name_of, seal_of
 from onstep.mirror.run_files import RunFiles
 from onstep.mirror.shared_uploads import SharedUploads
 from onstep.stores.bucket import Bucket
-from onstep.stores.lease import Lease
+from onstep.stores.lease import LEASE, Lease
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +30,17 @@ UPLOADING = "uploading"
 """Links to the files of the checkpoint that is uploaded, which retention may delete meanwhile."""
 SHARED = "shared"
 """What is left to upload of it, for all ranks."""
+BEAT = "beat"
 LOOK_SECONDS = 0.5
 """Between two looks for a new checkpoint."""
 PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 """Between attempts while the store cannot be reached; the last one repeats."""
+SILENT_SECONDS = 40.0
+"""After which requests without an answer count as an outage; they may fail much later."""
 END_SECONDS = 600.0
 """How long the end of a run waits for a store that cannot be reached."""
+LEAVING_SECONDS = 5.0
+"""How long the threads of an upload that is given up are waited for."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Mirror:
     when it can be reached again.
 
     Args:
-        bucket: the run's URL.
+        bucket: the run's URL, for this mirror alone.
         lease: held.
         directory: the run's local directory.
         options: further settings.
@@ -66,16 +72,21 @@ class Mirror:
     def __init__(self, bucket: Bucket, lease: Lease, directory: Path, options: MirrorOptions) -> None:
         self.bucket, self.lease, self.directory, self._options = bucket, lease, directory, options
         self.remote, self.files = RemoteCheckpoints(bucket), RunFiles(bucket, directory)
-        self._shared = SharedUploads(options.workplace / SHARED)
+        self._shared, self._beat = SharedUploads(options.workplace / SHARED), Beat(options.workplace / BEAT)
+        self._outage = Outage(bucket.url, lambda: self.due)
         self.lost: str | None = None
         """Why nothing is uploaded any more: another process has taken over the run."""
-        self._ended = threading.Event()
-        self._failing: str | None = None
+        self.unfinished: str | None = None
+        """What the end of the run has not brought into the store, and why."""
+        self._ended, self._closed, self._given_up = threading.Event(), threading.Event(), threading.Event()
+        self._is_closing = False
         self._done: object = None
         self._uploaded: set[int] = set()
         """Steps of local checkpoints that are in the store."""
-        self.unfinished: str | None = None
-        """What the end of the run has not brought into the store, and why."""
+        self._uploading: tuple[int, float] | None = None
+        """The step of the checkpoint that is uploaded now, and when that began."""
+        self._held: tuple[int, int] | None = None
+        """Its step and its size."""
         self._threads: list[threading.Thread] = []
         self._turn = threading.Lock()
 
@@ -84,20 +95,44 @@ class Mirror:
         """The directory of the local checkpoints."""
         return self.directory / "checkpoints"
 
+    @property
+    def due(self) -> str:
+        """What is to be uploaded, in words."""
+        try:
+            infos = [info for info in checkpoints(self.root) if info.step not in self._uploaded]
+        except CheckpointError:
+            infos = []
+        now = None if self._uploading is None else self._uploading[0]
+        sizes = [self._shared.left_bytes if info.step == now else info.manifest.size_bytes for info in infos]
+        steps = ", ".join(str(step) for step in sorted(info.step for info in infos))
+        names = f"the checkpoints of steps {steps} and " if len(infos) > 1 else f"checkpoint {steps} and " * len(infos)
+        return f"{names}files of the run, {(sum(sizes) + self.files.left_bytes) / 1e6:,.1f} MB"
+
+    @property
+    def seconds_to_upload(self) -> float:
+        """How long it lasts until a checkpoint that is committed now is in the store, by the longest upload so far."""
+        longest = self.lease.state.upload_seconds
+        if self._uploading is None:
+            return longest
+        seconds = time.monotonic() - self._uploading[1]
+        return max(longest, seconds) + max(longest - seconds, 0.0)
+
     def keep_lease(self) -> None:
         """Begin to renew the lease."""
         self._work("lease", self._renew_until_end)
 
     def start(self) -> None:
         """Begin to look for what is to be uploaded."""
+        self._beat.write()
         self._work("upload", self._upload_until_end)
-        self._work("trim", self._trim_until_end)
+        self._work("watch", self._watch_until_end)
 
     def abandon(self) -> None:
         """End without an upload; the lease stays the caller's."""
         self._ended.set()
         for thread in self._threads:
-            thread.join(timeout=5.0)
+            thread.join(timeout=LEAVING_SECONDS)
+        self._beat.end()
 
     def _work(self, name: str, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name=f"onstep-{name}", daemon=True)
@@ -106,16 +141,44 @@ class Mirror:
 
     def close(self) -> None:
         """Upload what is left, as far as the store can be reached, and let the next process in."""
-        if self._ended.is_set():
-            return
-        self._finish()
-        self.unfinished = self.unfinished or self.lost
-        self.abandon()
+        self.begin_to_close().wait()
+
+    def begin_to_close(self) -> threading.Event:
+        """Do what `close` does in a thread; the event is set once that is done."""
+        if not self._is_closing and not self._ended.is_set():
+            self._is_closing = True
+            threading.Thread(target=self._close, name="onstep-last-upload", daemon=True).start()
+        elif not self._is_closing:
+            self._closed.set()
+        return self._closed
+
+    def leave(self) -> None:
+        """Give up the last upload, and say in `unfinished` what is not there."""
+        if not self._closed.is_set():
+            self.unfinished = f"{self.bucket.url} lacks {self.due}; {self._remedy}"
+            self._given_up.set()
+            self.bucket.leave()
+            if not self._closed.wait(LEAVING_SECONDS):  # requests hang
+                self._ended.set()
+                self._beat.end()
+
+    @property
+    def _remedy(self) -> str:
+        return f"what is not there yet is in {self.directory}. The same command on this machine uploads it."
+
+    def _close(self) -> None:
         try:
+            if self._finish():
+                self.unfinished = None
+            elif self.unfinished is None:
+                self.unfinished = self.lost or f"the last upload to {self.bucket.url} has failed; {self._remedy}"
+            self.abandon()
             if self.lost is None:
                 self.lease.release()
-        except StoreError as error:
+        except (StoreError, LostLeaseError) as error:
             logger.warning("the lease of the run is not released, so that its next start waits: %s", error)
+        finally:
+            self._closed.set()
 
     def sync(self) -> None:
         """Make the store like the local directory, as retention wants it.
@@ -130,7 +193,7 @@ class Mirror:
             local = {info.step: info.path for info in checkpoints(self.root)}
             self._set_aside_after(max(local, default=None))
             for step in sorted(local, reverse=True):
-                with _linked(local[step], self._options.workplace / UPLOADING) as source:
+                with linked(local[step], self._options.workplace / UPLOADING) as source:
                     if source is not None:
                         self._upload(source, step)
             self.files.upload(self.lease.renew)
@@ -149,19 +212,27 @@ class Mirror:
     def _upload(self, source: Path, step: int) -> None:
         seal = seal_of((source / MANIFEST).read_bytes())
         there = [one for one in self._valid() if one.step == step]
-        self._uploaded.discard(step)  # which may be another checkpoint of the same step
         if any(one.seal == seal for one in there):
             self._uploaded.add(step)
             return
-        name = name_of(step, self.lease.epoch, seal)
-        self.remote.upload(source, name, lambda *given: self._shared.upload(self.bucket, *given), self._before_manifest)
+        self._uploaded.discard(step)  # it was another checkpoint of the same step
+        self._held = step, self._shared.expect(source)
+        self._uploading = step, time.monotonic()
+        try:
+            name = name_of(step, self.lease.epoch, seal)
+            self.remote.upload(
+                source, name, lambda *given: self._shared.upload(self.bucket, *given), self._before_manifest
+            )
+        finally:
+            self._uploading = self._held = None
         self._uploaded.add(step)
         self.remote.delete(there)
 
     def _before_manifest(self) -> None:
         """The files of the run first: no checkpoint may be ahead of the logs that belong to it."""
         self.files.upload(self.lease.renew)
-        self.lease.renew()
+        began = time.monotonic() if self._uploading is None else self._uploading[1]
+        self.lease.renew(upload_seconds=max(self.lease.state.upload_seconds, time.monotonic() - began))
 
     def _delete_surplus(self) -> None:
         everything, options = self.remote.all(), self._options
@@ -175,35 +246,19 @@ class Mirror:
             self.lease.renew()
             self.remote.delete([*surplus, *left, *stray])
 
-    def _trim_until_end(self) -> None:
-        """Keep to the limit in a thread of its own, as requests to a store may hang for a minute."""
-        while self._options.limit_bytes is not None and not self._ended.wait(LOOK_SECONDS):
-            try:
-                self._trim(self._options.limit_bytes)
-            except CheckpointError as error:
-                logger.debug("the directory cannot be read: %s", error)
-
-    def _trim(self, limit: float) -> None:
-        """Delete the oldest local checkpoints beyond the limit."""
-        store = FileStore()
-        infos = sorted(checkpoints(self.root), key=lambda info: info.step)
-        sizes = sum(info.manifest.size_bytes for info in infos)
-        found = best(infos, self._options.retention) if self._options.needs_best else None
-        for info in infos[:-1]:
-            if sizes <= limit:
-                return
-            if found is not None and info.step == found.step:
-                continue
-            try:
-                store.remove_tree(info.path)
-            except CheckpointError as error:
-                logger.warning("%s", error)
-            if info.step not in self._uploaded:
-                logger.warning(
-                    "checkpoint %d is deleted to keep to run.scratch_gib, and is not known to be in the store",
-                    info.step,
-                )
-            sizes -= info.manifest.size_bytes
+    def _watch_until_end(self) -> None:
+        """In a thread of its own, as requests to a store may hang for minutes."""
+        options = self._options
+        while not self._ended.wait(LOOK_SECONDS):
+            self._beat.write()
+            if self.bucket.silent_seconds > SILENT_SECONDS:
+                self._outage.failed(f"{self.bucket.url} has not answered for {SILENT_SECONDS:g} s.")
+            if options.limit_bytes is not None:
+                try:
+                    best = options.retention if options.needs_best else None
+                    trim(self.root, options.limit_bytes, best, self._uploaded, self._held)
+                except CheckpointError as error:
+                    logger.debug("the directory cannot be read: %s", error)
 
     def _state(self) -> object:
         """Another one once there is a checkpoint to upload, or one was moved aside."""
@@ -214,7 +269,7 @@ class Mirror:
 
     def _upload_until_end(self) -> None:
         failures = 0
-        while not self._ended.wait(LOOK_SECONDS if not failures else PAUSES_SECONDS[min(failures, 6) - 1]):
+        while not self._ended.wait(LOOK_SECONDS if not failures else _pause(failures)):
             state = self._state()
             if self.lost is not None or not state or (state == self._done and not failures):
                 continue
@@ -224,33 +279,37 @@ class Mirror:
 
     def _try(self) -> bool:
         """Upload what is due; whether that worked."""
+        if self.lost is not None:
+            return False
         try:
+            if self._outage.is_on:
+                self.bucket.get(LEASE)
+                self._outage.answered()
             self.sync()
         except LostLeaseError as error:
             self._lose(error)
         except (OnstepError, OSError) as error:
-            if self._failing is None:
-                logger.warning("%s The run continues; what is due is uploaded later.", error)
-            self._failing = str(error)
+            if not self._given_up.is_set():
+                self._outage.failed(str(error))
         else:
-            if self._failing is not None:
-                logger.warning("%s can be reached again; everything that was due is uploaded", self.bucket.url)
-            self._failing = None
-        return self._failing is None
+            self._outage.ended()
+            return True
+        return False
 
-    def _finish(self) -> None:
+    def _finish(self) -> bool:
+        """Upload what is due; whether everything is there."""
         deadline, failures = time.monotonic() + END_SECONDS, 0
-        while self.lost is None and not self._try() and self.lost is None:
-            pause = PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS) - 1)]
-            if time.monotonic() + pause > deadline:
-                self.unfinished = (
-                    f"{self.bucket.url} could not be reached for {END_SECONDS:g} s at the end of the run; what is not "
-                    f"there yet is in {self.directory}. The same command on this machine uploads it."
-                )
-                logger.error("%s", self.unfinished)
-                return
+        while not self._try():
             failures += 1
-            time.sleep(pause)
+            if self.lost is not None or self._given_up.is_set():
+                return False
+            if time.monotonic() + _pause(failures) > deadline:
+                reached = f"{self.bucket.url} could not be reached for {END_SECONDS:g} s at the end of the run"
+                self.unfinished = f"{reached}; {self._remedy}"
+                logger.error("%s", self.unfinished)
+                return False
+            self._given_up.wait(_pause(failures))
+        return True
 
     def _renew_until_end(self) -> None:
         while not self._ended.wait(self.lease.state.seconds / 4):
@@ -268,11 +327,6 @@ class Mirror:
             logger.error("%s", error)
 
 
-@contextmanager
-def _linked(source: Path, place: Path) -> Iterator[Path | None]:
-    """A directory with links to the files of a checkpoint, which stay readable; None if it is gone by now."""
-    shutil.rmtree(place, ignore_errors=True)
-    try:
-        yield place if link_tree(source, place) else None
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+def _pause(failures: int) -> float:
+    """Seconds until the next attempt after so many."""
+    return PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS)) - 1]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from onstep.errors import StoreError
@@ -64,13 +66,18 @@ class RunFiles:
             for name in gone:
                 del self._tags[name], self._stamps[name]
 
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of those that have changed since they were uploaded."""
+        return sum(stamp[1] for name, stamp in self._local().items() if self._stamps.get(name) != stamp)
+
     def _put(self, name: str, check: Callable[[], None]) -> bool:
         path = self._directory / name
         try:
             size = path.stat().st_size
             if size > _SWAPPED_BYTES:
                 check()
-                self._tags[name] = self._bucket.put(name, path)
+                self._tags[name] = self._bucket.upload(name, path)
                 return True
             content = path.read_bytes()
         except FileNotFoundError:
@@ -94,8 +101,11 @@ class RunFiles:
             folders[:] = sorted(one for one in folders if not _NOT_OF_THE_RUN.fullmatch(one))
             for name in sorted(names):
                 path = Path(folder, name)
-                if _NOT_OF_THE_RUN.fullmatch(name) is None and path.is_file() and not path.is_symlink():
-                    facts = path.stat()
-                    relative = path.relative_to(self._directory).as_posix()
-                    found[relative] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
+                if _NOT_OF_THE_RUN.fullmatch(name) is not None:
+                    continue
+                with suppress(FileNotFoundError):  # it is gone by now
+                    facts = path.lstat()
+                    if stat.S_ISREG(facts.st_mode):
+                        relative = path.relative_to(self._directory).as_posix()
+                        found[relative] = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
         return found

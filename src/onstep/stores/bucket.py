@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from onstep.errors import StoreError, extra
 from onstep.files.durability import sync_dir
+from onstep.stores.credentials import shared_credentials
+from onstep.stores.parallel import CONCURRENCY, for_each
 from onstep.stores.urls import without_secrets
 
 T = TypeVar("T")
@@ -23,12 +27,9 @@ _MOST_PARTS = 9_000
 """Of an object; S3 accepts 10,000."""
 RANGE_BYTES = 32 * 1024**2
 """The size of the ranges in which files are downloaded."""
-CONCURRENCY = 8
-"""Requests at a time, of parts and of files."""
 _CLIENT = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
 _RETRIES: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 """For a request; what fails then is repeated as a whole, later."""
-_SHARED_FILES = ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config")
 
 
 Tag = tuple[str | None, str | None]
@@ -64,12 +65,29 @@ class Bucket:
             self._library: Any = importlib.import_module("obstore")
             stores: Any = importlib.import_module("obstore.store")
         self._errors: Any = importlib.import_module("obstore.exceptions")
-        self.is_local = url.startswith("file:")
-        """A directory, whose objects cannot be replaced on a condition."""
-        options = {"mkdir": True} if self.is_local else {"client_options": _CLIENT, "retry_config": _RETRIES}
+        self.directory = Path(unquote(url.removeprefix("file://"))) if url.startswith("file:") else None
+        """Of `file://`, whose objects cannot be replaced on a condition. It is made by the first object."""
+        options: dict[str, Any] = {}
+        if self.directory is None:
+            options = {"client_options": _CLIENT, "retry_config": _RETRIES}
         if url.startswith(("s3:", "s3a:")):
-            options |= _shared_credentials()
-        self._store = self._ask("setting up", lambda: stores.from_url(url, **options))
+            options |= shared_credentials()
+        self._open = lambda: stores.from_url(url, **options)
+        self._opened: Any = None
+        self._is_left = False
+        self._turn, self._waiting, self._answered_at = threading.Lock(), 0, 0.0
+        if self.directory is None:
+            self._store()
+
+    def leave(self) -> None:
+        """Refuse further requests, and end uploads before their next part."""
+        self._is_left = True
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long requests have been waiting without any answer; 0 if none waits."""
+        with self._turn:
+            return time.monotonic() - self._answered_at if self._waiting else 0.0
 
     def get(self, name: str) -> tuple[bytes, Tag] | None:
         """The content and the tag of an object; None if there is none.
@@ -78,31 +96,58 @@ class Bucket:
             name: relative to the URL.
         """
 
+        if self._is_missing:
+            return None
+
         def read() -> tuple[bytes, Tag] | None:
             try:
-                found = self._library.get(self._store, name)
+                found = self._library.get(self._store(), name)
                 return bytes(found.bytes()), _tag(found.meta)
             except FileNotFoundError:
                 return None
 
         return self._ask(f"reading {name}", read)
 
-    def put(self, name: str, content: bytes | Path) -> Tag:
-        """Write an object, in parallel parts if it is large; its tag.
+    def put(self, name: str, content: bytes) -> Tag:
+        """Write an object; its tag.
 
         Args:
             name: relative to the URL.
-            content: bytes, or the path of a file.
+            content: the bytes.
         """
+        store = self._store(makes=True)
+        return self._ask(f"writing {name}", lambda: _tag(self._library.put(store, name, content)))
+
+    def upload(self, name: str, path: Path, sent: Callable[[int], object] = lambda number: None) -> Tag:
+        """Write a file as an object, in parallel parts if it is large; its tag.
+
+        Args:
+            name: relative to the URL.
+            path: of the file.
+            sent: called with the number of bytes that have arrived, as far as known, from time to time.
+        """
+        store = self._store(makes=True)
 
         def write() -> Tag:
-            put = self._library.put
-            size = len(content) if isinstance(content, bytes) else content.stat().st_size
+            size = path.stat().st_size
+            if size <= PART_BYTES:
+                return _tag(self._library.put(store, name, path.read_bytes()))
             part = max(PART_BYTES, size // _MOST_PARTS)
-            done = put(self._store, name, content, chunk_size=part, max_concurrency=CONCURRENCY)
-            return _tag(done)
+            parts = self._parts(path, part, sent)
+            return _tag(self._library.put(store, name, parts, chunk_size=part, max_concurrency=CONCURRENCY))
 
         return self._ask(f"writing {name}", write)
+
+    def _parts(self, path: Path, part: int, sent: Callable[[int], object]) -> Iterator[bytes]:
+        """The parts of a file. The next one is asked for when there is room: by then, all but the last few are sent."""
+        with open(path, "rb", buffering=0) as file:
+            number = 0
+            while content := file.read(part):
+                self._check_not_left("writing")
+                self._note_answer()
+                sent(max(0, number - CONCURRENCY) * part)
+                number += 1
+                yield content
 
     def create(self, name: str, content: bytes) -> Tag | None:
         """Write an object that does not exist yet; its tag, or None if there is one.
@@ -116,7 +161,7 @@ class Bucket:
 
         def write() -> Tag | None:
             try:
-                return _tag(self._library.put(self._store, name, content, mode="create"))
+                return _tag(self._library.put(self._store(makes=True), name, content, mode="create"))
             except self._errors.AlreadyExistsError:
                 return None
 
@@ -132,14 +177,14 @@ class Bucket:
             content: the bytes.
             tag: of the version to replace.
         """
-        if self.is_local:
+        if self.directory is not None:
             return self.put(name, content)
 
         version = {key: value for key, value in zip(("e_tag", "version"), tag, strict=True) if value is not None}
 
         def write() -> Tag | None:
             try:
-                return _tag(self._library.put(self._store, name, content, mode=version))
+                return _tag(self._library.put(self._store(), name, content, mode=version))
             except (self._errors.PreconditionError, FileNotFoundError):
                 return None
 
@@ -151,9 +196,11 @@ class Bucket:
         Args:
             prefix: the directory, relative to the URL.
         """
+        if self._is_missing:
+            return []
 
         def read() -> list[Listed]:
-            chunks = self._library.list(self._store, prefix or None)
+            chunks = self._library.list(self._store(), prefix or None)
             return [Listed(one["path"], one["size"]) for chunk in chunks for one in chunk]
 
         return sorted(self._ask(f"listing {prefix or 'it'}", read), key=lambda one: one.name)
@@ -165,9 +212,12 @@ class Bucket:
             names: relative to the URL.
         """
 
+        if self._is_missing:
+            return
+
         def remove(name: str) -> None:
             try:
-                self._library.delete(self._store, name)
+                self._library.delete(self._store(), name)
             except FileNotFoundError:
                 return
 
@@ -195,7 +245,7 @@ class Bucket:
         end = min(start + RANGE_BYTES, one.size)
 
         def read() -> bytes:
-            return bytes(self._library.get_range(self._store, one.name, start=start, end=end))
+            return bytes(self._library.get_range(self._store(), one.name, start=start, end=end))
 
         content = self._ask(f"reading {one.name}", read)
         with open(directory / one.name, "r+b") as file:
@@ -204,49 +254,51 @@ class Bucket:
             file.flush()
             os.fsync(file.fileno())
 
+    @property
+    def _is_missing(self) -> bool:
+        """Whether it is a directory that nobody has made: readers leave that so."""
+        return self.directory is not None and not self.directory.is_dir()
+
+    def _store(self, *, makes: bool = False) -> Any:
+        """The library's store; a directory is made for what is about to be written."""
+        if self._opened is None:
+            if makes and self.directory is not None:
+                self._ask("making it", lambda: os.makedirs(self.directory or "", exist_ok=True))
+            self._opened = self._ask("setting up", self._open)
+        return self._opened
+
     def _ask(self, doing: str, request: Callable[[], T]) -> T:
+        self._check_not_left(doing)
+        with self._turn:
+            if not self._waiting:
+                self._answered_at = time.monotonic()
+            self._waiting += 1
         try:
-            return request()
+            answer = request()
         except self._errors.BaseError as error:
             raise StoreError(f"{self.url}: {doing} failed: {_reason(error)}") from None
         except (OSError, ValueError) as error:
             raise StoreError(f"{self.url}: {doing} failed: {_reason(error)}") from None
+        finally:
+            with self._turn:
+                self._waiting -= 1
+        self._note_answer()
+        return answer
+
+    def _note_answer(self) -> None:
+        with self._turn:
+            self._answered_at = time.monotonic()
+
+    def _check_not_left(self, doing: str) -> None:
+        if self._is_left:
+            raise StoreError(f"{self.url}: {doing} was given up.")
 
 
 def _tag(facts: Any) -> Tag:
     return facts["e_tag"], facts["version"]
 
 
-def for_each(items: Iterable[T], work: Callable[[T], object]) -> None:
-    """Do the work for each item, `CONCURRENCY` at a time; the first error is raised once all have ended.
-
-    Args:
-        items: what is worked on.
-        work: called in threads.
-    """
-    with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="onstep-store") as pool:
-        done = [pool.submit(work, item) for item in items]
-    for one in done:
-        one.result()
-
-
 def _reason(error: BaseException) -> str:
     """What an error of the library says in its first line, without credentials."""
     text = str(error).partition("\n")[0].strip() or type(error).__name__
     return without_secrets(text)[:300].rstrip(".") + "."
-
-
-def _shared_credentials() -> dict[str, Any]:
-    """The credentials of the files in `~/.aws`, which the library does not read itself; none if the environment has."""
-    has_own = "AWS_ACCESS_KEY_ID" in os.environ or "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ
-    files = [os.path.expanduser(os.environ.get(name, default)) for name, default in _SHARED_FILES]
-    if has_own or not any(map(os.path.isfile, files)):
-        return {}
-    try:
-        auth: Any = importlib.import_module("obstore.auth.boto3")
-        return {"credential_provider": auth.Boto3CredentialProvider()}
-    except ImportError:
-        raise StoreError(
-            "the credentials in ~/.aws are read by boto3, which is not installed: pip install boto3, or pass "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment."
-        ) from None

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from filelock import FileLock, Timeout
 
@@ -46,6 +46,8 @@ class LeaseState:
     """What owners up to this epoch wrote counts only if `known` has it."""
     known: tuple[str, ...] = ()
     """Names of what counts of earlier owners."""
+    upload_seconds: float = 0.0
+    """How long the upload of a checkpoint has lasted at most, of whatever owner."""
 
     def counts(self, name: str, epoch: int) -> bool:
         """Whether what an owner wrote is part of the run: not if the owner had lost the lease by then.
@@ -114,7 +116,7 @@ class Lease:
             RunExistsError: if a live process holds it.
             StoreError: if the store cannot be reached or refuses.
         """
-        lock = _locked(bucket) if bucket.is_local else None
+        lock = None if bucket.directory is None else _locked(bucket.url, bucket.directory)
         before: LeaseState | None = None
         while True:
             found = bucket.get(LEASE)
@@ -206,18 +208,21 @@ def _watch(
             )
 
 
-def _locked(bucket: Bucket) -> FileLock:
-    """The lock of a directory, which the system releases however its holder ends.
+def _locked(url: str, directory: Path) -> FileLock:
+    """The lock of a directory, which is made; the system releases it however its holder ends.
 
     Raises:
         RunExistsError: if a live process holds it.
+        StoreError: if it cannot be written.
     """
-    path = unquote(bucket.url.removeprefix("file://"))
-    lock = FileLock(f"{path}/{LOCAL_LOCK}", thread_local=False)
+    lock = FileLock(directory / LOCAL_LOCK, thread_local=False)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise RunExistsError(
-            f"{bucket.url} is in use by a live process; wait for it or end it, or choose another run.name."
+            f"{url} is in use by a live process; wait for it or end it, or choose another run.name."
         ) from None
+    except OSError as error:
+        raise StoreError(f"{url}: its lock cannot be written: {error.strerror}.") from None
     return lock

@@ -45,7 +45,7 @@ SETUP: tuple[type[Feature[Run]], ...] = (EnvironmentVariables, LogLevel)
 """Opened by an entry point before the process group is."""
 
 RUN: tuple[type[Feature[Run]], ...] = (
-    SignalHandling,  # first: a signal during the set-up already counts
+    SignalHandling,  # first: a signal during the set-up already counts, as one during the last upload
     AllocationEnd,  # above the endings: measures the save at the end, too
     Watching,  # above the endings: it sees an error before the callbacks do, and outlives them
     Recording,  # above the endings: its last line says how the run ended

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from onstep.config import ConfigContainer, resolve
@@ -23,14 +23,17 @@ from onstep.recipes import RECIPES
 from onstep.trackers.report_to import attach_trackers
 from onstep.training.checkpointing.opening import open_checkpoints
 from onstep.training.features import RUN, SECTIONS, SETUP
+from onstep.training.lifecycle.signal_handling import SignalHandling
 from onstep.training.reporting.bridge_trackers import check_trackers
 from onstep.training.run import Run
 from onstep.training.runs.claims import Claim, acquire_run_dir, without_effect
 from onstep.training.runs.hold import Hold, abandoned_on_error
 from onstep.training.runs.identity import Identify, Identity, remembered
+from onstep.training.runs.mirrored import helping
 from onstep.training.runs.run_dir import FINISHED, Status
 from onstep.training.runs.sent_commands import what_ended
 from onstep.training.runs.shared_place import check_seen
+from onstep.training.runs.signals import Preempted
 from onstep.training.watchdog.stacks import callback_of_error
 
 logger = logging.getLogger(__name__)
@@ -103,31 +106,50 @@ def open_run(
                 _name_idle_settings(run, has_trackers)
             run.bridge_trackers.join(manager)
             run.entry_point.fire = notify.fire
-        try:
-            with (
-                world.error_scope(),
-                run.features.open(RUN, run, world),
-                _checkpoints(run, notify, claim),
-                world.no_collectives_after_an_error(),
-            ):
-                yield OpenRun(notify, claim)
-        except BaseException as error:
-            is_undone = False
+        with _held(run, hold):
             try:
-                is_undone = not isinstance(error, SystemExit) and _undo_start(run, hold, error)
-            finally:  # out of memory, undoing fails too
-                if not is_undone:
-                    _record_end(run)
-            if not isinstance(error, SystemExit):
-                _name_threads_left()
-            raise
-        else:
+                with (
+                    world.error_scope(),
+                    run.features.open(RUN, run, world),
+                    _checkpoints(run, notify, claim),
+                    world.no_collectives_after_an_error(),
+                ):
+                    yield OpenRun(notify, claim)
+            except BaseException as error:
+                is_undone = False
+                try:
+                    is_undone = not isinstance(error, SystemExit) and _undo_start(run, hold, error)
+                finally:  # out of memory, undoing fails too
+                    if not is_undone:
+                        _record_end(run)
+                if not isinstance(error, SystemExit):
+                    _name_threads_left()
+                raise
             _record_end(run)
+
+
+@contextmanager
+def _held(run: Run, hold: Hold | None) -> Iterator[None]:
+    """Hold the directory until the run has ended, and what is left of a mirrored one is uploaded; handle signals as
+    long.
+    """
+    is_helper = run.run_dir is not None and run.cfg.run.is_in_store and not run.world.is_main
+    try:
+        with (
+            run.features.open((SignalHandling,), run, run.world),
+            helping(run.cfg, run.run_dir.path) if is_helper and run.run_dir is not None else nullcontext(),
+        ):
+            try:
+                yield
+            except BaseException:
+                if hold is not None:
+                    hold.release()
+                raise
             if hold is not None:
                 hold.finish()
-        finally:
-            if hold is not None:
-                hold.release()
+    finally:
+        if hold is not None:
+            hold.release()
 
 
 def _name_claim(run: Run, claim: Claim) -> None:
@@ -258,13 +280,23 @@ def claim_for_all(
     if identify is not None:
         identify = remembered(identify)
         _check_same_data(identify(config), world)
-    claimed, error = attempt(lambda: acquire(config, identify)) if world.is_main else (None, None)
+    claimed, error = _acquired(lambda: acquire(config, identify)) if world.is_main else (None, None)
     claim, hold = claimed if claimed is not None else (None, None)
     with abandoned_on_error(hold):
         claim, error = world.share((claim, error))
     if error is not None:
         raise error
     return claim, hold
+
+
+def _acquired(
+    acquire: Callable[[], tuple[Claim, Hold | None]],
+) -> tuple[tuple[Claim, Hold | None] | None, BaseException | None]:
+    """The directory that is claimed, or why it is not: also since a signal has ended an upload that was left to do."""
+    try:
+        return attempt(acquire)
+    except Preempted as preempted:
+        return None, preempted
 
 
 def _check_same_data(own: Identity, world: World) -> None:

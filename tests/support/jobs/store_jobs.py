@@ -13,6 +13,7 @@ from onstep import Callback, CallbackManager, JsonLogger, pretrain
 from onstep.checkpoint import FileStore, Retention, checkpoints
 from onstep.checkpoint.catalog.retention import delete_surplus
 from onstep.errors import LostLeaseError, StoreError
+from onstep.mirror import outage
 from onstep.mirror.attach import Place, attach
 from onstep.mirror.remote_checkpoints import RemoteCheckpoints
 from onstep.stores.bucket import Bucket
@@ -36,12 +37,13 @@ class Kill(Callback):
 
 
 class Slow(Callback):
-    """Takes some time for each step."""
+    """Takes some time for each step, and prints it."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
     def on_step_end(self, context: Any) -> None:
+        print(f"step {context.step} is done", flush=True)
         time.sleep(self._seconds)
 
 
@@ -49,7 +51,14 @@ def job_train(settings: dict[str, Any]) -> None:
     os.environ.update(settings["environment"])
     config = small_config(settings)
     config.run.scratch_dir, config.run.lease_seconds = "scratch", settings.get("lease_seconds", 1.0)
-    config.checkpoint.save_interval, config.checkpoint.most_recent_k = 2, 2
+    config.run.scratch_gib = settings.get("scratch_gib")
+    config.checkpoint.save_interval, config.checkpoint.most_recent_k = (
+        settings.get("save_interval", 2),
+        settings.get("most_recent_k", 2),
+    )
+    if "again" in settings:
+        outage.AGAIN_SECONDS = settings["again"]
+    config.checkpoint.async_save = settings.get("async_save", False)
     manager = CallbackManager()
     manager.add([JsonLogger()])
     manager.register("on_train_step_end", Takings(settings["attempt"]).note)

@@ -57,8 +57,8 @@ class RunConfig(ConfigSection):
         SAFE,
         bound="> 0",
         needs=IN_A_STORE,
-        help="Size in GiB beyond which the oldest local checkpoints are deleted, also while the object store cannot be "
-        "reached; the newest stays, and one more while it is uploaded. None keeps what retention keeps.",
+        help="Size in GiB of the local checkpoints, the next one included: older ones are deleted, also while the "
+        "object store cannot be reached; the newest stays in any case. None keeps what retention keeps.",
     )
     lease_seconds: float = option(
         60.0,

@@ -48,6 +48,9 @@ class AllocationEnd(Feature[Run]):
             yield
             return
         self._limit = AllocationLimit(allocation, ends_at, margin, self._recorded_seconds())
+        if run.run_dir is not None and run.run_dir.mirror is not None:
+            mirror = run.run_dir.mirror
+            self._limit.seconds_to_upload = lambda: mirror.seconds_to_upload
         _announce(self._limit)
         try:
             yield

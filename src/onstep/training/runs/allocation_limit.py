@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from onstep.slurm.allocation import Allocation
@@ -21,6 +22,8 @@ class AllocationLimit:
     margin_seconds: float
     save_seconds: float = 0.0
     """How long a save lasts until its checkpoint is complete, at most so far."""
+    seconds_to_upload: Callable[[], float] = lambda: 0.0
+    """How long it then lasts until the checkpoint is in the run's object store."""
     _asked_at: float | None = None
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
     """Seconds between the last questions, one of which is asked at each step."""
@@ -32,8 +35,9 @@ class AllocationLimit:
 
     @property
     def seconds_needed(self) -> float:
-        """For one more step and a save, with the margin."""
-        return self.margin_seconds + self.save_seconds + max(self._steps, default=0.0)
+        """For one more step, a save and its upload, with the margin."""
+        longest_step = max(self._steps, default=0.0)
+        return self.margin_seconds + self.save_seconds + self.seconds_to_upload() + longest_step
 
     def start(self) -> None:
         """The first step begins."""

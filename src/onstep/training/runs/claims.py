@@ -96,16 +96,18 @@ def acquire_run_dir(
 
 def _acquire_mirrored(config: ConfigContainer, *given: Any) -> tuple[Claim, Hold | None]:
     """Claim a directory that is mirrored in an object store, once this machine has what is there."""
-    mirrored, hold = MirroredRun(config), None
+    mirrored = MirroredRun(config)
     try:
         claim, hold = _acquire_local(config, *given)
-        if hold is not None:
-            hold.mirrored = mirrored
-            mirrored.mirror.start()
-        return claim, hold
-    finally:
-        if hold is None:
-            mirrored.close()
+    except BaseException:
+        mirrored.close()
+        raise
+    if hold is None:  # the run is finished, and perhaps not uploaded
+        mirrored.finish()
+    else:
+        hold.mirrored = mirrored
+        mirrored.mirror.start()
+    return claim, hold
 
 
 def _acquire_local(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from onstep.errors import DataError, StoreError
+from onstep.errors import DataError
 from onstep.files.bounded_reading import MAX_JSON_BYTES, open_file, read_bytes
 from onstep.files.durability import replace_durably
 from onstep.training.runs.identity import IDENTITY_FILE
@@ -45,7 +45,6 @@ class Hold:
         self.path, self._made = path, made
         self.mirrored: MirroredRun | None = None
         """Uploads what the run writes, until the directory is released."""
-        self._unfinished: str | None = None
         self.lock = RunLock(path / LOCK)
         try:
             self._entries = {one.name for one in path.iterdir()} - ({LOCK} if self.lock.is_new else set())
@@ -108,21 +107,20 @@ class Hold:
 
     def release(self) -> None:
         """Let other processes in; calling it twice is harmless."""
-        mirrored, self.mirrored = self.mirrored, None
-        if mirrored is not None:
-            mirrored.close()
-            self._unfinished = mirrored.mirror.unfinished
+        if self.mirrored is not None:
+            self.mirrored.close()
         self.lock.release()
 
     def finish(self) -> None:
         """Release the directory of a run that has ended as it should.
 
         Raises:
-            StoreError: if something of the run is not in its object store.
+            Preempted: if the last upload to its object store was ended by a signal.
+            StoreError: if something of the run is not there for another reason.
         """
         self.release()
-        if self._unfinished is not None:
-            raise StoreError(self._unfinished)
+        if self.mirrored is not None:
+            self.mirrored.finish()
 
     def _restore_records(self) -> None:
         for name, content in self._records.items():

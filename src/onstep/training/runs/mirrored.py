@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -9,12 +11,15 @@ from onstep.checkpoint import Retention
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError, StoreError
 from onstep.mirror.attach import Place, attach
-from onstep.mirror.mirror import SHARED, Mirror
+from onstep.mirror.beat import Beat
+from onstep.mirror.mirror import BEAT, SHARED, Mirror
 from onstep.mirror.run_files import RunFiles
 from onstep.mirror.shared_uploads import Helper
 from onstep.stores.bucket import Bucket
 from onstep.stores.urls import joined
+from onstep.training.runs.last_upload import finish_upload, signals_kept
 from onstep.training.runs.lock import LOCK, RunLock
+from onstep.training.runs.signals import Preempted
 
 _GIB = 1024**3
 
@@ -41,6 +46,7 @@ class MirroredRun:
             place = _place(config, run.name)
             place.workplace.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(place.workplace / LOCK)
+            self._train, self._is_closed, self._was_left = config.train, False, False
             try:
                 steps = [step for step in [config.checkpoint.ckpt_step] if step is not None]
                 self.mirror: Mirror = attach(place, retention_of(config), steps)
@@ -59,19 +65,51 @@ class MirroredRun:
 
     def close(self) -> None:
         """Upload what is left, and let other processes in; calling it twice is harmless."""
-        self.mirror.close()
-        self._lock.release()
+        if not self._is_closed:
+            self._is_closed = True
+            self._was_left = not finish_upload(self.mirror, self._train)
+            self._lock.release()
+
+    def finish(self) -> None:
+        """Close the mirror of a run that has ended as it should.
+
+        Raises:
+            Preempted: if signals, or the end of the allocation, have ended the upload.
+            StoreError: if something of the run is not in its object store for another reason.
+        """
+        self.close()
+        if self._was_left:
+            raise Preempted(f"{self.mirror.unfinished}".rstrip("."))
+        if self.mirror.unfinished is not None:
+            raise StoreError(self.mirror.unfinished)
 
 
-def helper_of(config: ConfigContainer, name: str) -> Helper:
-    """What uploads a share of a run's checkpoints on a rank other than 0.
+@contextmanager
+def helping(config: ConfigContainer, directory: Path) -> Iterator[None]:
+    """On ranks other than 0: upload a share of a run's checkpoints, at the end until rank 0 has uploaded everything.
+
+    Launchers would end rank 0 soon after another rank has ended.
 
     Args:
         config: the run's configuration.
-        name: of its directory.
+        directory: of the run.
     """
-    place = _place(config, name)
-    return Helper(place.url, place.workplace / SHARED)
+    place = _place(config, directory.name)
+    helper = Helper(place.url, place.workplace / SHARED, Beat(place.workplace / BEAT))
+    try:
+        yield
+    except Preempted:
+        _help_to_the_end(helper, config)
+        raise
+    except BaseException:  # rank 0 may wait for this rank
+        helper.close()
+        raise
+    _help_to_the_end(helper, config)
+
+
+def _help_to_the_end(helper: Helper, config: ConfigContainer) -> None:
+    with signals_kept(config.train):  # rank 0 obeys them
+        helper.finish()
 
 
 def _place(config: ConfigContainer, name: str) -> Place:

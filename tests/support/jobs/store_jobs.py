@@ -77,10 +77,13 @@ def job_mirror(settings: dict[str, Any]) -> None:
     newest = max((info.step for info in checkpoints(mirror.root)), default=0)
     Path("started.json").write_text(json.dumps(newest))
     directory.mkdir(parents=True, exist_ok=True)
+    log = directory / "record.jsonl"
+    if log.exists():  # a run that continues cuts its logs, which may be ahead of the checkpoint
+        log.write_text("".join(line for line in log.open() if int(line.split()[0]) <= newest))
     for step in range(newest + 1, settings["until"] + 1):
         (directory / "run.json").write_text(json.dumps({"step": step}))
-        with (directory / "record.jsonl").open("a") as log:
-            log.write(f"{step} by {os.getpid()}\n")
+        with log.open("a") as lines:
+            lines.write(f"{step} by {os.getpid()}\n")
         content = {"model/model.safetensors": f"weights of {step} ".encode() * 50, "model/state.json": b"{}"}
         write_checkpoint(mirror.root, step, content)
         delete_surplus(FileStore(), mirror.root, Retention(most_recent_k=2), newest=step, run_id="run")

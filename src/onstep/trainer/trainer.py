@@ -118,6 +118,7 @@ class Trainer(TrainerMethods):
     @errors_name_arguments
     def hyperparameter_search(
         self,
+        /,
         hp_space: HPSpace | None = None,
         compute_objective: Callable[[Metrics], Any] | None = None,
         n_trials: int = 20,

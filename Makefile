@@ -6,13 +6,14 @@ READY := $(VENV)/.ready
 PEERS := .venv-peers
 BROUGHT := .venv-brought
 HEAVY := .venv-heavy
+RAY := .venv-ray
 
 # Compiled modules are kept whatever the environment says: the tests start hundreds of processes that import the package.
 export PYTHONDONTWRITEBYTECODE :=
 # Modules are compiled when they are first imported: compiling all 20,000 takes most of the time of an installation.
 INSTALL := -m pip install --quiet --no-compile
 
-.PHONY: demo test test-all test-main test-heavy test-slow test-distributed faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser slurm docs docs-serve docs-tables clean
+.PHONY: demo test test-all test-main test-heavy test-slow test-distributed faults faults-diloco promises release-check check lint bench bench-peers brought walk gpu-check browser slurm ray docs docs-serve docs-tables clean
 
 demo: $(READY)
 	$(BIN)/onstep demo
@@ -94,6 +95,11 @@ browser:
 slurm:
 	@tools/install_packages.sh slurmctld slurmctld slurmd slurm-client
 
+# Runs on a Ray cluster of this machine, with ranks and drivers that are killed: a quarter of an hour.
+ray: $(RAY)/.ready
+	$(RAY)/bin/python -m pytest -s tests/integrations/test_ray_train.py
+	$(RAY)/bin/python -m pytest tests/docs/test_examples.py -k on-a-cluster.md
+
 bench-peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py
 
@@ -118,7 +124,7 @@ docs-serve: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(BROUGHT) $(HEAVY) site build dist src/onstep.egg-info
+	rm -rf $(VENV) $(PEERS) $(BROUGHT) $(HEAVY) $(RAY) site build dist src/onstep.egg-info
 
 # The CPU build of torch comes first, by its exact version: a range would pull the newest build with CUDA.
 $(READY): pyproject.toml constraints.txt
@@ -133,6 +139,13 @@ $(HEAVY)/.ready: $(READY) tests/heavy/requirements.txt
 	test -x $(HEAVY)/bin/python || $(PYTHON) -m venv $(HEAVY)
 	$(HEAVY)/bin/python tests/heavy/stand_on.py $(BIN)/python
 	$(HEAVY)/bin/python $(INSTALL) --constraint constraints.txt --requirement tests/heavy/requirements.txt
+	touch $@
+
+# The packages of $(VENV), and Ray.
+$(RAY)/.ready: $(READY)
+	test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python tests/heavy/stand_on.py $(BIN)/python
+	$(RAY)/bin/python $(INSTALL) --constraint constraints.txt "ray[train,tune]==2.60.*"
 	touch $@
 
 $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers-requirements.txt

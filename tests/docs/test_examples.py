@@ -18,8 +18,9 @@ from onstep.diloco.simulator.reading import from_values
 from onstep.recipes import get_recipe
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 
-NEEDS = {"lightning.md": "lightning"}
-"""Packages that the examples of a page import, and that the development environment lacks; `make brought` has them."""
+NEEDS = {"lightning.md": "lightning", "on-a-cluster.md": "ray"}
+"""Packages that the examples of a page import, and that the development environment lacks; other ones have them
+(`make brought`, `make ray`)."""
 SCRIPTS = ("trl", "sentence-transformers", "dpo", "kto", "reward-models", "grpo")
 """Pages with a script for TRL or sentence-transformers, which `make brought` starts."""
 ELSEWHERE = (*SCRIPTS, "how-do-i")

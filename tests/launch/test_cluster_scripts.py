@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,28 @@ def test_a_job_is_submitted_with_the_script_and_watched_by_its_id(
     assert "invalid partition specified: x" in refusal(capsys, "--slurm", "--partition=x", "train")
 
 
+def test_the_program_on_the_page_is_the_one_that_is_printed_for_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is Python with the same arguments, which needs no Ray to be written."""
+    shown = blocks(PAGE, "bash", "text")
+    at = next(at for at, block in enumerate(shown) if "--ray auto --print" in block.code)
+    monkeypatch.chdir(tmp_path)
+    text = printed(capsys, *shown[at].lines()[0].split()[2:])
+    assert text == shown[at + 1].code.replace("/shared/lab", str(tmp_path))
+    compile(text, "program.py", "exec")
+    assert "num_workers=(1, 3), use_gpu=False" in printed(
+        capsys, "--ray=local", "--nnodes=1:3", "--print", "--", "python", "-m", "job", "a b"
+    )
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_one_line_says_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--ray=auto requires Ray Train, which is not installed: pip install 'onstep[ray]'" in refusal(
+        capsys, "--ray=auto", "train"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -119,7 +142,11 @@ def test_a_job_is_submitted_with_the_script_and_watched_by_its_id(
         (["--slurm", "--rdzv=a:1", "train"], "--rdzv belongs to a launch on this machine; drop it"),
         (["--time=1", "train"], "--time belongs to --slurm; drop it, or add --slurm"),
         (["--gpus-per-node=1", "train"], "drop it, or add --slurm"),
-        (["--ray=auto", "train"], "--ray"),
+        (["--ray=here", "train"], "--ray must be HOST:PORT, auto or local, got 'here'"),
+        (["--ray=auto", "python", "-c", "1"], "which are Python: train, finetune, run, python script.py or python -m MODULE"),
+        (["--ray=auto", "--slurm", "train"], "--slurm and --ray exclude each other"),
+        (["--ray=auto", "--rdzv=a:1", "train"], "--rdzv belongs to a launch on this machine; drop it"),
+        (["--print", "train"], "--print belongs to --slurm and --ray; drop it, or add --slurm"),
         ([], "requires what to run: onstep launch -- train tiny_gpt"),
         (["trian"], "got 'trian'"),
         (["gone.py"], "gone.py: the file does not exist"),

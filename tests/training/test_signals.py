@@ -192,7 +192,12 @@ def test_a_handler_entered_twice_is_released_once_the_last_leaves() -> None:
             assert not handler.received
 
 
-def test_outside_the_main_thread_nothing_is_installed_and_one_warning_says_so(caplog: Any) -> None:
+@pytest.mark.parametrize("job", ["", "01000000"])
+def test_outside_the_main_thread_nothing_is_installed_and_one_warning_says_so(
+    job: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if job:
+        monkeypatch.setenv("RAY_JOB_ID", job)
     seen: dict[str, Any] = {}
 
     def body() -> None:
@@ -208,7 +213,10 @@ def test_outside_the_main_thread_nothing_is_installed_and_one_warning_says_so(ca
         thread.join()
     assert seen == {"handler": before, "installed": False, "flags": [False]}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "signals are off" in caplog.text
     assert "SIGUSR1" in caplog.text
+    assert ("newest checkpoint" in caplog.text) is bool(job), "what there is in their place"
+    assert ("main thread to enable this" in caplog.text) is not bool(job)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`onstep launch`: starts the ranks of a run on this machine, or writes what starts them on a cluster."""
+"""`onstep launch`: starts the ranks of a run on this machine or by Ray, or writes what starts them on a cluster."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from onstep.cli.exit_codes import OK
 from onstep.errors import ConfigError
 from onstep.launch.kubernetes import Kind, KubernetesJob, manifest
 from onstep.launch.plan import Launch, Nodes, command_of, rendezvous_of
+from onstep.launch.ray import RayJob, program
 from onstep.launch.slurm import SlurmJob, script, submit
 
 app = application()
 
-_LOCAL = ("nnodes", "rdzv", "rdzv_id", "rdzv_conf", "log_dir")
-_CLUSTER = ("nodes", "gpus_per_node", "name")
-_SLURM = ("print_", "time", "partition", "requeue", "signal_seconds", "array", "sbatch")
-_KUBERNETES = ("image", "volume")
+_HERE = "a launch on this machine"
 _BELONGS = {
-    **dict.fromkeys(_LOCAL, ("", "a launch on this machine")),
-    **dict.fromkeys(_CLUSTER, ("--slurm --kubernetes", "--slurm and --kubernetes")),
-    **dict.fromkeys(_SLURM, ("--slurm", "--slurm")),
-    **dict.fromkeys(_KUBERNETES, ("--kubernetes", "--kubernetes")),
+    **dict.fromkeys(("rdzv", "rdzv_id", "rdzv_conf", "log_dir"), (_HERE,)),
+    "nnodes": (_HERE, "--ray"),
+    "nodes": ("--slurm", "--kubernetes"),
+    **dict.fromkeys(("gpus_per_node", "name"), ("--slurm", "--kubernetes", "--ray")),
+    "print_": ("--slurm", "--ray"),
+    **dict.fromkeys(("time", "partition", "requeue", "signal_seconds", "array", "sbatch"), ("--slurm",)),
+    **dict.fromkeys(("image", "volume"), ("--kubernetes",)),
 }
-"""Option -> (engines that know it, what to say)."""
+"""Option -> engines that know it."""
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
@@ -47,7 +48,7 @@ def launch(
         typer.Option(
             metavar="N | LEAST:MOST",
             envvar="PET_NNODES",
-            help="Nodes, each of which runs this command.",
+            help="Nodes, each of which runs this command; with --ray, nodes of the cluster.",
         ),
     ] = "1",
     max_restarts: Annotated[int, typer.Option(min=0, help="How often ranks are started again after a failure.")] = 0,
@@ -66,8 +67,15 @@ def launch(
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write an sbatch script, and submit it.")] = False,
     kubernetes: Annotated[Kind | None, typer.Option(help="Print a manifest for kubectl apply -f -.")] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Run it by Ray Train, on the cluster at HOST:PORT, auto, or local for one of its own.",
+        ),
+    ] = None,
     print_: Annotated[
-        bool, typer.Option("--print", help="With --slurm: print the script, and submit nothing.")
+        bool, typer.Option("--print", help="With --slurm or --ray: print the script, and start nothing.")
     ] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the cluster.")] = 1,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs on each node, with a rank each.")] = None,
@@ -98,7 +106,8 @@ def launch(
     """
     words = words or []
     command = command_of(words)
-    _refuse_foreign(context, slurm=slurm, kubernetes=kubernetes is not None)
+    engines = {"--slurm": slurm, "--kubernetes": kubernetes is not None, "--ray": ray is not None}
+    _refuse_foreign(context, [name for name, is_wanted in engines.items() if is_wanted])
     ranks = nproc or gpus_per_node
     if slurm:
         job = SlurmJob(
@@ -122,28 +131,43 @@ def launch(
         print(manifest(kubernetes, wanted), end="")
         return OK
     allowed = Nodes.parse(nnodes)
+    if ray is not None:
+        job = RayJob(
+            words,
+            name or _name_of(words),
+            address=ray,
+            nodes=allowed,
+            ranks_per_node=ranks or 1,
+            has_gpus=gpus_per_node is not None,
+            max_restarts=max_restarts,
+            directory=Path.cwd(),
+        )
+        return _run_by_ray(job, shows=print_)
     where = rendezvous_of(rdzv, rdzv_id, rdzv_conf, allowed)
     from onstep.launch.agent import default_ranks, run
 
     return run(Launch(command, nproc or default_ranks(), allowed, max_restarts, where, log_dir))
 
 
-def _refuse_foreign(context: typer.Context, *, slurm: bool, kubernetes: bool) -> None:
+def _refuse_foreign(context: typer.Context, engines: list[str]) -> None:
     """Refuse options that mean nothing for what is started.
+
+    Args:
+        context: of the command.
+        engines: those that are wanted, of which there may be one; none for a launch on this machine.
 
     Raises:
         ConfigError: naming the first.
     """
-    if slurm and kubernetes:
-        raise ConfigError("--slurm and --kubernetes exclude each other; give the one of your cluster.")
-    engine = "--slurm" if slurm else "--kubernetes" if kubernetes else ""
-    for parameter, (engines, text) in _BELONGS.items():
+    if len(engines) > 1:
+        raise ConfigError(f"{' and '.join(engines)} exclude each other; give the one of your cluster.")
+    engine = engines[0] if engines else _HERE
+    for parameter, known in _BELONGS.items():
         source = context.get_parameter_source(parameter)
-        if source is not None and source.name == "COMMANDLINE" and engine not in (engines.split() or [""]):
+        if source is not None and source.name == "COMMANDLINE" and engine not in known:
             option = f"--{parameter.strip('_').replace('_', '-')}"
-            raise ConfigError(
-                f"{option} belongs to {text}; drop it{f', or add {engines.split()[0]}' if not engine else ''}."
-            )
+            more = "" if engines else f", or add {known[0]}"
+            raise ConfigError(f"{option} belongs to {' and '.join(known)}; drop it{more}.")
 
 
 def _name_of(words: list[str]) -> str:
@@ -164,3 +188,14 @@ def _submit(job: SlurmJob, *, shows: bool) -> None:
     output = f"{job.label}-{number}{'' if job.array is None else '_*'}.out"
     print(f"Submitted batch job {number}. Its output: {output}; its place in the queue: squeue -j {number}")
     print("While it runs with run.control=true: onstep control list")
+
+
+def _run_by_ray(job: RayJob, *, shows: bool) -> int:
+    """Print the program, or run what it runs."""
+    if shows:
+        print(program(job), end="")
+        return OK
+    from onstep.integrations.ray import run_command
+    from onstep.launch.ray import run
+
+    return run(job, run_command)

@@ -304,6 +304,7 @@ def announce(config: ConfigContainer, callbacks: Sequence[str] = (), imports: Se
 def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
     from onstep.callbacks import DefaultMetrics, DiLoCoCallback, JsonLogger
     from onstep.console import shown_by_default
+    from onstep.integrations.ray import RayReport, is_in_ray_train
 
     given = [load_callback(name) for name in names]
     defaults: list[Any] = []
@@ -319,4 +320,6 @@ def _callbacks(config: ConfigContainer, names: list[str]) -> CallbackManager:
             raise ConfigError(f"callbacks={name}: {error}") from None
     if not any(isinstance(one, DiLoCoCallback) for one in manager.callbacks) and DiLoCoCallback().active:
         manager.add(DiLoCoCallback())
+    if is_in_ray_train() and not any(isinstance(one, RayReport) for one in manager.callbacks):
+        manager.add(RayReport())
     return manager

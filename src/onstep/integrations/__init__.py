@@ -1,1 +1,1 @@
-"""Adapters that run what was written for other libraries on Onstep's `Trainer`, one package for each."""
+"""Adapters for other libraries, one package for each: what was written for them runs on Onstep, or Onstep in them."""

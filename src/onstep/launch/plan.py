@@ -14,7 +14,7 @@ from onstep.errors import ConfigError
 
 ONSTEP_COMMANDS = ("train", "finetune", "run")
 """Commands of `onstep` that train, and so may have several ranks."""
-_PYTHONS = ("python", "python3")
+PYTHONS = ("python", "python3")
 _NODES = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 _EXAMPLES = "onstep launch -- train tiny_gpt, or onstep launch -- python script.py"
 
@@ -105,7 +105,7 @@ def command_of(words: Sequence[str]) -> tuple[str, ...]:
     first, rest = words[0], words[1:]
     if first in ONSTEP_COMMANDS:
         return (sys.executable, *_as_onstep_itself(), "-m", "onstep", *words)
-    if first in _PYTHONS:
+    if first in PYTHONS:
         return (sys.executable, *rest)
     if first.endswith(".py"):
         if not os.path.isfile(first):

@@ -89,7 +89,7 @@ class DistributedSignalHandler:
     the process at once by that signal's default action. Python runs handlers between two bytecodes: a process that
     hangs in a collective notices neither.
 
-    Handlers are only installed in the main thread; elsewhere a warning is logged. Entered inside another instance (a
+    Handlers are only installed in the main thread; elsewhere rank 0 logs a warning. Entered inside another instance (a
     `train()` within a callback), it installs nothing for signals that the outer one handles, and reports the outer
     one's state. In forked processes these signals set nothing: SIGTERM ends them, others are ignored, so that the
     workers of a data loader continue while the main process finishes its step.
@@ -176,11 +176,8 @@ class DistributedSignalHandler:
 
     def _install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            logger.warning(
-                "training outside the main thread: Python only handles signals in the main thread, so %s will not save "
-                "and exit; run the training in the main thread to enable this",
-                ", ".join(one.name for one in self._signals),
-            )
+            if shards.rank() == 0:
+                logger.warning("%s", _off(self._signals))
             return
         self._pid = os.getpid()
         for number in self._signals:
@@ -304,6 +301,21 @@ class Interrupts:
             signal.set_wakeup_fd(present)
         for end in ends:
             os.close(end)
+
+
+def _off(signals: Iterable[signal.Signals]) -> str:
+    """Say that signals are off in this thread, and what there is in their place."""
+    remedy = "run the training in the main thread to enable this"
+    if "RAY_JOB_ID" in os.environ:  # a worker of Ray, which runs training in a thread
+        remedy = (
+            "Ray starts workers that it has ended again (FailureConfig(max_failures)), and the run continues from its "
+            "newest checkpoint"
+        )
+    names = ", ".join(one.name for one in signals)
+    return (
+        f"signals are off: this training is not in the main thread, where alone Python handles them, so {names} do not "
+        f"save and exit; {remedy}"
+    )
 
 
 def _is_users(handler: Installed) -> TypeGuard[Handler]:

@@ -143,7 +143,10 @@ def test_without_ray_one_line_says_how_to_install_it(capsys: pytest.CaptureFixtu
         (["--time=1", "train"], "--time belongs to --slurm; drop it, or add --slurm"),
         (["--gpus-per-node=1", "train"], "drop it, or add --slurm"),
         (["--ray=here", "train"], "--ray must be HOST:PORT, auto or local, got 'here'"),
-        (["--ray=auto", "python", "-c", "1"], "which are Python: train, finetune, run, python script.py or python -m MODULE"),
+        (
+            ["--ray=auto", "python", "-c", "1"],
+            "which are Python: train, finetune, run, python script.py or python -m MODULE",
+        ),
         (["--ray=auto", "--slurm", "train"], "--slurm and --ray exclude each other"),
         (["--ray=auto", "--rdzv=a:1", "train"], "--rdzv belongs to a launch on this machine; drop it"),
         (["--print", "train"], "--print belongs to --slurm and --ray; drop it, or add --slurm"),

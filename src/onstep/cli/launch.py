@@ -132,7 +132,7 @@ def launch(
         return OK
     allowed = Nodes.parse(nnodes)
     if ray is not None:
-        job = RayJob(
+        by_ray = RayJob(
             words,
             name or _name_of(words),
             address=ray,
@@ -142,7 +142,7 @@ def launch(
             max_restarts=max_restarts,
             directory=Path.cwd(),
         )
-        return _run_by_ray(job, shows=print_)
+        return _run_by_ray(by_ray, shows=print_)
     where = rendezvous_of(rdzv, rdzv_id, rdzv_conf, allowed)
     from onstep.launch.agent import default_ranks, run
 

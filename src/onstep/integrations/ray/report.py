@@ -70,7 +70,11 @@ class RayReport(Callback):
             return
         import ray.train
 
-        temporary = Path(ray.train.get_context().get_storage().local_working_directory).resolve()
+        try:
+            storage = ray.train.get_context().get_storage()
+        except NotImplementedError:  # in Ray's local mode, which starts no workers
+            return
+        temporary = Path(storage.local_working_directory).resolve()
         if directory.path.resolve().is_relative_to(temporary):
             raise ConfigError(
                 f"run.output_dir={context.state.cfg.run.output_dir} is in the temporary directory in which Ray starts "

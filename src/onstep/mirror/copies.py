@@ -23,7 +23,8 @@ from onstep.stores.urls import cache_directory, check_url, is_url, local_place
 
 _CHOSEN = re.compile(r"(?P<url>.+)@(?P<choice>[0-9]+|best)")
 _CHECKPOINT = re.compile(rf"(?P<run>.+?)(/{DIRECTORY})?/checkpoint-(?P<step>[0-9]+)(-e[0-9]+-[0-9a-f]{{8}})?")
-_WEIGHTS = ("model/", "adapter/")
+_WEIGHTS = re.compile(r"(model|adapter)/.*|(model|adapter_model)[^/]*\.safetensors")
+"""Names of files of final weights, of which those of a Trainer's run are in its directory itself."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def run_copy(words: str, *, weights: bool = False) -> Path:
     if not listed:
         raise StoreError(f"{url} holds no run; give the URL of one, as run.output_dir and run.name make it.")
     with _alone(directory):
-        wanted = [one for one in listed if weights or not one.name.startswith(_WEIGHTS)]
+        wanted = [one for one in listed if weights or _WEIGHTS.fullmatch(one.name) is None]
         for gone in [path for path in directory.rglob("*") if path.is_file() and DIRECTORY not in path.parts]:
             with suppress(FileNotFoundError):
                 gone.unlink()

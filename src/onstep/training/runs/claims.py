@@ -8,8 +8,8 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from onstep.checkpoint import CheckpointInfo
 from onstep.config import ChangeClass, ConfigContainer
@@ -87,16 +87,20 @@ def acquire_run_dir(
             the data of the run has changed, unless `checkpoint.on_config_change` is apply.
         ConfigError: if it cannot be written.
     """
-    if config.run.is_in_store:
-        return _acquire_mirrored(config, identify, revisions or {}, user_code or {})
-    return _acquire_local(config, identify, revisions or {}, user_code or {})
+    acquire = partial(_acquire_local, config, identify, revisions or {}, user_code or {})
+    return in_store(config, acquire) if config.run.is_in_store else acquire()
 
 
-def _acquire_mirrored(config: ConfigContainer, *given: Any) -> tuple[Claim, Hold | None]:
-    """Claim a directory that is mirrored in an object store, once this machine has what is there."""
+def in_store(config: ConfigContainer, acquire: Callable[[], tuple[Claim, Hold | None]]) -> tuple[Claim, Hold | None]:
+    """Claim a directory that is mirrored in an object store, once this machine has what is there.
+
+    Args:
+        config: the run's configuration.
+        acquire: claims the local directory.
+    """
     mirrored, hold = MirroredRun(config), None
     try:
-        claim, hold = _acquire_local(config, *given)
+        claim, hold = acquire()
         if hold is not None:
             hold.mirrored = mirrored
             mirrored.mirror.start()

@@ -8,7 +8,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 
@@ -19,7 +19,7 @@ from onstep.mirror.remote_checkpoints import DIRECTORY, RemoteCheckpoint, Remote
 from onstep.mirror.run_files import RunFiles
 from onstep.stores.bucket import Bucket
 from onstep.stores.lease import LEASE, parse_lease
-from onstep.stores.urls import cache_directory, check_url, is_url, local_place
+from onstep.stores.urls import cache_directory, check_url, is_url, joined, local_place
 
 _CHOSEN = re.compile(r"(?P<url>.+)@(?P<choice>[0-9]+|best)")
 _CHECKPOINT = re.compile(rf"(?P<run>.+?)(/{DIRECTORY})?/checkpoint-(?P<step>[0-9]+)(-e[0-9]+-[0-9a-f]{{8}})?")
@@ -75,6 +75,25 @@ def run_copy(words: str, *, weights: bool = False) -> Path:
             with suppress(FileNotFoundError):
                 gone.unlink()
         bucket.download(wanted, directory)
+    return directory
+
+
+def copy_of_runs(url: str) -> Path:
+    """The local directory of what `run_copy` gives for each of the runs directly below a URL.
+
+    Raises:
+        StoreError: if there are none, or they cannot be read.
+    """
+    check_url("the URL", url)
+    url, directory = url.rstrip("/"), local_place(url, cache_directory() / "copies")
+    records = [PurePosixPath(one.name) for one in Bucket(url).list()]
+    names = {str(path.parent) for path in records if path.name == "run.json" and len(path.parts) == 2}
+    if not names:
+        raise StoreError(f"{url} has no runs; give the URL of a directory of runs, as run.output_dir has it.")
+    for name in sorted(names):
+        run_copy(joined(url, name))
+    for gone in [path.parent for path in directory.glob("*/run.json") if path.parent.name not in names]:
+        shutil.rmtree(gone, ignore_errors=True)
     return directory
 
 

@@ -103,8 +103,6 @@ def test_a_job_whose_time_is_over_five_times_ends_with_the_bits_and_points_of_an
     job = runs.submit("limits", *words, options=("--time=2",))
     until(lambda: runs.cluster.value(job, "JobState") == "COMPLETED", lambda: runs.said("limits"), seconds=1500)
     found = runs.finish("limits", job, restarts=LIMITS)
-    for outcome in (found, expected):  # clients of the services draw from Python's `random` on rank 0
-        del outcome["files"]["rng/rank_0.json"], outcome["certificates"]
     check_same(found, expected)
     for restart in range(LIMITS):
         assert f"start {restart} has ended with 75" in runs.said("limits")
@@ -187,6 +185,17 @@ def test_without_scontrol_and_squeue_the_exit_code_requeues(
     assert "scontrol" not in runs.said("container")
     assert "SLURM does not say when job" in runs.said("container")
     check_same(runs.finish("container", job, restarts=1), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_that_is_preempted_before_each_first_step_ends_with_a_word(runs: SlurmRuns) -> None:
+    (runs.place("stalled") / "asked").touch()
+    job = runs.submit("stalled")
+    until(lambda: runs.cluster.value(job, "JobState") == "FAILED", lambda: runs.said("stalled"), seconds=800)
+    assert runs.said("stalled").count("has ended with 75\n") == 6
+    assert runs.said("stalled").endswith("has ended with 1\n")
+    assert f"SLURM job {job} ends here: it was preempted 5 times in a row at step 0" in runs.said("stalled")
 
 
 @pytest.mark.slow

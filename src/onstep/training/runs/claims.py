@@ -26,6 +26,7 @@ from onstep.training.runs.lock import LEASE
 from onstep.training.runs.mirrored import MirroredRun
 from onstep.training.runs.provenance import provenance
 from onstep.training.runs.run_dir import FINISHED, RunDir, next_free
+from onstep.training.runs.stalled_starts import starts_at_step
 
 REPORTS = ("record*.jsonl", "trackers", "trainer_logs*.json", "gradient_norms*.json", "parameter_norms*.json")
 """What metrics logs write into a run's directory, perhaps before it becomes one, as trackers do."""
@@ -231,9 +232,15 @@ def start(directory: RunDir, config: ConfigContainer, identity: Identity, **furt
 
 
 def go_on(claim: Claim, identity: Identity, **further: object) -> None:
-    """Record that this process continues a run; see `start`."""
-    content = {**claim.directory.read(), "status": "running", "config": claim.config.to_dict()}
-    content |= {"continued_at": time.time(), **further}
+    """Record that this process continues a run; see `start`.
+
+    Raises:
+        RunExistsError: if its SLURM job was requeued too often without a step.
+    """
+    before = claim.directory.read()
+    counted = starts_at_step(before, claim.directory.newest_step or 0)
+    content = {**before, "status": "running", "config": claim.config.to_dict()}
+    content |= {"continued_at": time.time(), **counted, **further}
     changed = {name: facts for name, facts in provenance().items() if content.get(name) != facts}
     content.pop("continued_with", None)
     content |= {"continued_with": changed} if changed else {}

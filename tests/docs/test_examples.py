@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from onstep.cli.config import configuration
-from onstep.cli.main import COMMANDS
+from onstep.cli.main import COMMANDS, main
 from onstep.config import KEYS, ConfigContainer, merge, parse_yaml, resolve
 from onstep.diloco.simulator.reading import from_values
 from onstep.recipes import get_recipe
@@ -84,6 +84,9 @@ def test_pages_that_teach_have_examples() -> None:
 def test_a_command_names_what_exists(words: list[str], empty_dir: Path) -> None:
     name, *arguments = words
     assert name in COMMANDS
+    if name == "launch":
+        arguments = _launched(arguments)
+        name, *arguments = arguments or [name]
     if name == "train":
         files = [word for word in arguments if word.endswith(".yaml")]
         for file in files:
@@ -113,6 +116,18 @@ def test_a_configuration_file_is_valid(block: Block) -> None:
     config = get_recipe(values.get("run", {}).get("recipe") or "tiny_gpt")()
     merge(config, values)
     resolve(config)
+
+
+def _launched(words: list[str]) -> list[str]:
+    """The command that a launch starts on each rank; what a launch on a cluster writes is written."""
+    words = words[: words.index(">")] if ">" in words else words
+    at = words.index("--") if "--" in words else len(words)
+    options = words[:at]
+    if "--slurm" in options:
+        assert main(["launch", *dict.fromkeys(["--print", *options]), *words[at:]]) == 0
+    elif "--kubernetes" in options:
+        assert main(["launch", *words]) == 0
+    return [word.replace("$SLURM_ARRAY_TASK_ID", "0") for word in words[at + 1 :]]
 
 
 def _option(words: list[str], name: str) -> str | None:

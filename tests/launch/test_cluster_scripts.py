@@ -133,7 +133,7 @@ def test_without_ray_one_line_says_how_to_install_it(capsys: pytest.CaptureFixtu
     [
         (["--slurm", "train"], "--slurm requires sbatch, which is not on the path; run this on a login node"),
         (["--kubernetes=jobset", "train"], "--kubernetes requires --image"),
-        (["--kubernetes=jobset", "--image=i", "--name=A_b", "train"], "got 'A_b'; give another one"),
+        (["--kubernetes=jobset", "--image=i", "--name=2_b", "train"], "got '2_b'; give another one"),
         (["--kubernetes=trainjob", "--image=i", "--volume=here", "train"], "CLAIM:/PATH, got 'here'"),
         (["--slurm", "--kubernetes=jobset", "train"], "exclude each other"),
         (["--slurm", "--time=soon", "train"], "--time must be MINUTES, HH:MM:SS or DAYS-HH:MM:SS, got 'soon'"),
@@ -254,7 +254,8 @@ JOB_SET = fields(
 def test_manifests_have_fields_that_kubernetes_knows(
     kind: str, schema: dict[str, Any], more: list[str], empty_path: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"--kubernetes={kind}", "--image=me/onstep:1", "--name=tiny", "--nodes=2", *more]
+    words = [f"--kubernetes={kind}", "--image=me/onstep:1", "--nodes=2", *more]
     found = yaml.safe_load(printed(capsys, *words, "train", "tiny_gpt"))
     jsonschema.validate(found, schema)
+    assert found["metadata"]["name"] == "tiny-gpt"
     assert "claimName: claim" in yaml.safe_dump(found) or not more

@@ -80,7 +80,7 @@ def test_a_node_that_joins_and_one_that_is_asked_to_leave_cost_no_step(
     tiny_config: ConfigContainer, tmp_path: Path
 ) -> None:
     words = configured(tiny_config, tmp_path, 60)
-    cluster = Cluster(tmp_path / "two", 1, 2, [*words, "run.name=two", "checkpoint.save_interval=1000"], 0.1)
+    cluster = Cluster(tmp_path / "two", 1, 2, [*words, "run.name=two", "checkpoint.save_interval=1000"], 2.0)
     first = cluster.start()
     nodes = [first]
     try:
@@ -89,6 +89,7 @@ def test_a_node_that_joins_and_one_that_is_asked_to_leave_cost_no_step(
         cluster.wait_for(2, 5, after=0.0)
         nodes[1].process.terminate()
         assert nodes[1].process.wait(300) == 75, cluster.said()
+        cluster.hurry()
         assert first.process.wait(300) == 0, cluster.said()
     finally:
         for node in nodes:

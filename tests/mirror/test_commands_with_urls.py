@@ -73,6 +73,17 @@ def losses(records: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return [(one["global_step"], one["loss"]) for one in records if one["kind"] == "log" and "loss" in one]
 
 
+def test_the_runs_of_a_store_are_listed_and_forked_only_dry(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store = url.removesuffix("/run")
+    Path(url.removeprefix("file://"), "trainer_logs.json").write_text('[{"loss": 1.0, "step": 1}]')
+    code, text = ask(capsys, "logs", "list", store, "--json")
+    assert (code, [one["run"] for one in json.loads(text)]) == (0, ["run"])
+    assert "has no runs; give the URL of a directory of runs" in ask(capsys, "logs", "list", f"{store}/nothing")[1]
+    code, text = ask(capsys, "fork", f"{url}@1", "--name", "x")
+    assert code == 1
+    assert f"start one from its checkpoint: onstep train {url} run.name=NAME checkpoint.load={url}@1" in text
+
+
 def test_damage_in_the_store_is_found(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     [file] = Path(url.removeprefix("file://")).glob("checkpoints/checkpoint-2-*/model/model.safetensors")
     content = bytearray(file.read_bytes())

@@ -25,14 +25,14 @@ from onstep import Callback
 
 
 class Writer(Callback):
-    '''Appends the samples of each step of this rank to a file; steps last at least PACE seconds.'''
+    '''Appends the samples of each step of this rank to a file; steps last PACE seconds until `hurry` is there.'''
 
     def on_train_step_end(self, context):
         one = {"step": context.step + 1, "ids": sum(context.sample_ids, []), "time": time.time()}
         one |= {"size": int(os.environ.get("WORLD_SIZE", 1)), "attempt": os.environ.get("MASTER_PORT", "alone")}
         with Path(os.environ["SEEN"], f"{os.getpid()}.jsonl").open("a") as file:
             file.write(json.dumps(one) + chr(10))
-        time.sleep(float(os.environ["PACE"]))
+        time.sleep(0.0 if Path(os.environ["SEEN"], "..", "hurry").exists() else float(os.environ["PACE"]))
 """
 
 
@@ -92,7 +92,7 @@ class Cluster:
         least: the number of nodes that is enough.
         most: the largest number of nodes.
         words: the words after `onstep train`.
-        pace: how many seconds a step lasts at least.
+        pace: how many seconds a step lasts at least, until `hurry`.
         memory: a directory on a file system in memory, in which each node gets one of its own.
     """
 
@@ -122,6 +122,10 @@ class Cluster:
                 command, env=self._environment | {"MEMORY_OF_NODE": f"{memory}"}, stdout=output, stderr=output
             )
         return Node(process, memory)
+
+    def hurry(self) -> None:
+        """Let the rest of the steps last as long as they need."""
+        (self.directory / "hurry").touch()
 
     def seen(self) -> list[Seen]:
         """What all ranks have trained on, in order of time."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from onstep import Callback, pretrain
 from onstep.config import apply_overrides
+from onstep.errors import RunExistsError
 from onstep.slurm.allocation import Allocation
 from onstep.training.runs.allocation_limit import AllocationLimit
 from onstep.training.runs.signals import Preempted
@@ -100,3 +103,35 @@ def test_what_is_left_must_hold_the_margin_the_longest_step_and_the_longest_save
     assert 0 <= 47.0 - limit.seconds_left < 7.0
     monkeypatch.setattr(Allocation, "ends_at", lambda allocation: 2000.0)
     assert not limit.is_near(), "the limit was raised"
+
+
+class IsAskedBeforeTheFirstStep(Callback):
+    def on_train_start(self, context: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def test_a_job_that_is_preempted_again_and_again_before_a_step_ends_with_a_word(
+    ends_in: Any, corpus: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restart(number: int, **settings: Any) -> Any:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
+        return start(corpus, token_cache, **settings)
+
+    def is_preempted(number: int) -> None:
+        with pytest.raises(Preempted):
+            restart(number, callbacks=[IsAskedBeforeTheFirstStep()])
+
+    ends_in(50)
+    with pytest.raises(Preempted):
+        restart(0, callbacks=[LongSteps()])
+    ends_in(3600)
+    for number in range(1, 6):
+        is_preempted(number)
+    assert recorded()["step"] == 1
+    for number in (6, 7):
+        with pytest.raises(RunExistsError, match=r"preempted 5 times in a row at step 1, before"):
+            restart(number)
+    assert recorded()["status"] == "preempted"
+    monkeypatch.setenv("SLURM_JOB_ID", "4712")
+    is_preempted(0)
+    assert restart(1).train_state.step == 6

@@ -116,7 +116,11 @@ def _check_data(config: ConfigContainer, record: Mapping[str, Any]) -> None:
         return
     from onstep.data.corpus.input_files import check_first_files
     from onstep.data.corpus.text_files import unread_notes  # here, since these import numpy
+    from onstep.data.urls.local_copy import has_urls, listing_of
 
+    if has_urls(data):
+        listing_of(data)  # which are downloaded when the run starts
+        return
     try:
         check_first_files(data)
     except DataError:

@@ -24,6 +24,7 @@ from onstep.config.keys import typed_copy
 from onstep.config.suggestions import shown
 from onstep.console.style import in_words
 from onstep.errors import CheckpointError, ConfigError, DataError, RunExistsError
+from onstep.stores.urls import is_url
 
 if TYPE_CHECKING:
     from onstep.config import ConfigContainer
@@ -74,6 +75,11 @@ def fork(
     """
     source, *rest = words
     run, step = run_and_step(source)
+    if is_url(run) and not dry:
+        raise ConfigError(
+            f"{source}: a fork is a run beside its parent, which is in an object store; start one from its checkpoint: "
+            f"onstep train {run} run.name=NAME checkpoint.load={source} KEY=VALUE, or add --dry."
+        )
     pairs = with_level([one for one in rest if not one.startswith("callbacks=")], quiet=quiet, verbose=verbose)
     ids = sample_ids(without_samples)
     from onstep.past.forks import plan_fork

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("config:app", "Show or describe a configuration: onstep config show|defaults|explain|schema"),
     "evaluate": ("evaluate:evaluate", "Evaluate weights on tasks of lm-eval: onstep evaluate RUN --tasks NAME,NAME"),
     "recipes": ("recipes:app", "List and show recipes (named configurations): onstep recipes list|show NAME"),
+    "data": ("data:app", "Show or empty the cache of downloaded data: onstep data cache [--clear]"),
     "memory": ("memory:memory", "Estimate GPU memory before training: onstep memory RECIPE [key=value ...]"),
     "why": (
         "why:why",

@@ -21,6 +21,7 @@ from onstep.data.corpus.token_file import TokenFile, tokens_of
 from onstep.data.corpus.tokenizers import Tokenizer
 from onstep.data.streams.building import build_stream
 from onstep.data.token_dataset import BlendedDataset, Boundaries, TokenDataset, TokenSource
+from onstep.data.urls.local_copy import local_copy
 from onstep.errors import DataError
 
 _LOGGER = logging.getLogger(__name__)
@@ -202,11 +203,13 @@ def build_datasets(
     parse_split(config.split)  # before the corpus is read, which can be slow
     if config.kind not in _BUILDERS:
         raise DataError(f"dataset.kind {config.kind!r} is unknown; choose one of {', '.join(_BUILDERS)}")
-    job = Job(config, tokenizer, show_progress, wait_for_other, vocab_size or tokenizer.vocab_size)
-    return _BUILDERS[config.kind](job)
+    copy = local_copy(config)
+    job = Job(copy.config, tokenizer, show_progress, wait_for_other, vocab_size or tokenizer.vocab_size)
+    with copy.naming_urls():
+        return _BUILDERS[config.kind](job)
 
 
-def text_source(config: DatasetConfig) -> FileSource:
+def _text_source(config: DatasetConfig) -> FileSource:
     """The text files of a configuration, by default those of Python's standard library."""
     files = find_files(config.paths) if config.paths else default_corpus_files()
     return FileSource(files, config.text_key)
@@ -222,8 +225,9 @@ def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> D
     Raises:
         DataError: for a kind that holds tokens, not text.
     """
+    config = local_copy(config).config
     if config.kind == "text":
-        return text_source(config)
+        return _text_source(config)
     if config.kind == "huggingface":
         return _texts(_own_splits(config, [config.text_key], show_progress)[0].train, config)
     if config.kind == "chat":
@@ -237,13 +241,13 @@ def tokenizer_source(config: DatasetConfig, *, show_progress: bool = False) -> D
 
 def chat_source(config: DatasetConfig) -> ChatSource:
     """The conversations of a configuration that are split into train, validation and test."""
-    return _chat_sources(config, show_progress=False)[0].train
+    return _chat_sources(local_copy(config).config, show_progress=False)[0].train
 
 
 def _text(job: Job) -> Splits[TokenDataset]:
     boundaries = job.boundaries  # may raise, so evaluate it before the corpus is read
     job.warn_of_unread()
-    return split_tokens(job.tokens_of(text_source(job.config)), job.config.split, job.config.seq_length, boundaries)
+    return split_tokens(job.tokens_of(_text_source(job.config)), job.config.split, job.config.seq_length, boundaries)
 
 
 def _megatron(job: Job) -> Splits[Any]:

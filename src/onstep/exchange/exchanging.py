@@ -4,55 +4,23 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from onstep.errors import ConfigError
 from onstep.exchange.names import NAMES
+from onstep.import_hook import ImportHook
 from onstep.originals import ORIGINALS
 
 _PACKAGE = "transformers"
 
 
-class ExchangingFinder(MetaPathFinder):
-    """Finds the modules of the table as Python does, and exchanges their names when they have been executed."""
+class ExchangingFinder(ImportHook):
+    """Exchanges names in the modules of the table as they are imported."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The spec of a module of the table; None for all others."""
-        if fullname not in NAMES:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if isinstance(finder, ExchangingFinder) or find is None:
-                continue
-            spec: ModuleSpec | None = find(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _ExchangingLoader(spec.loader)
-                return spec
-        return None
-
-
-class _ExchangingLoader(Loader):
-    """The loader of a module of the table, which exchanges its names; in all else the module's own loader."""
-
-    def __init__(self, own: Loader) -> None:
-        self._own = own
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._own.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._own.exec_module(module)
-        exchange_in(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+    def __init__(self) -> None:
+        super().__init__(NAMES.__contains__, after=exchange_in)
 
 
 def exchange_in(module: ModuleType) -> None:

@@ -34,6 +34,11 @@ class KubernetesJob(ClusterJob):
     volume: str | None = None
     """`CLAIM:PATH`: a persistent volume claim, and where it is mounted."""
 
+    @property
+    def label(self) -> str:
+        """The name of the job in the cluster: `tiny-gpt` of `tiny_gpt`."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())
+
     def check(self) -> None:
         """Refuse what Kubernetes would refuse.
 
@@ -44,10 +49,10 @@ class KubernetesJob(ClusterJob):
             raise ConfigError(
                 "--kubernetes requires --image, a container image that has Onstep: --image=REGISTRY/NAME:TAG."
             )
-        if not _NAME.fullmatch(self.name):
+        if not _NAME.fullmatch(self.label):
             raise ConfigError(
-                f"--name must be at most 40 lower-case letters, digits and hyphens, beginning with a letter, got "
-                f"{self.name!r}; give another one."
+                f"--name must be at most 40 letters, digits and hyphens, beginning with a letter and not ending with a "
+                f"hyphen, got {self.name!r}; give another one."
             )
         claim, _, path = (self.volume or "claim:/path").partition(":")
         if not (claim and path.startswith("/")):
@@ -82,7 +87,7 @@ def _train_job(job: KubernetesJob) -> Object:
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": {"name": job.name},
+        "metadata": {"name": job.label},
         "spec": {
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": trainer,
@@ -95,7 +100,11 @@ def _job_set(job: KubernetesJob) -> Object:
     """The pod 0 of the job `node`, which the others find by its name, holds the rendezvous."""
     options = [f"--nproc={job.ranks_per_node or 1}"]
     if job.nodes > 1:
-        options += [f"--nnodes={job.nodes}", f"--rdzv={job.name}-node-0-0.{job.name}:{_PORT}", f"--rdzv-id={job.name}"]
+        options += [
+            f"--nnodes={job.nodes}",
+            f"--rdzv={job.label}-node-0-0.{job.label}:{_PORT}",
+            f"--rdzv-id={job.label}",
+        ]
     container: Object = {"name": "node", "image": job.image, "command": _command(job, *options)}
     if job.gpus_per_node:
         container["resources"] = _resources(job)
@@ -112,7 +121,7 @@ def _job_set(job: KubernetesJob) -> Object:
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": job.name},
+        "metadata": {"name": job.label},
         "spec": {
             "network": {"enableDNSHostnames": True},
             "failurePolicy": {"maxRestarts": max(job.max_restarts, 1)},

@@ -8,7 +8,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 
@@ -19,11 +19,12 @@ from onstep.mirror.remote_checkpoints import DIRECTORY, RemoteCheckpoint, Remote
 from onstep.mirror.run_files import RunFiles
 from onstep.stores.bucket import Bucket
 from onstep.stores.lease import LEASE, parse_lease
-from onstep.stores.urls import cache_directory, check_url, is_url, local_place
+from onstep.stores.urls import cache_directory, check_url, is_url, joined, local_place
 
 _CHOSEN = re.compile(r"(?P<url>.+)@(?P<choice>[0-9]+|best)")
 _CHECKPOINT = re.compile(rf"(?P<run>.+?)(/{DIRECTORY})?/checkpoint-(?P<step>[0-9]+)(-e[0-9]+-[0-9a-f]{{8}})?")
-_WEIGHTS = ("model/", "adapter/")
+_WEIGHTS = re.compile(r"(model|adapter)/.*|(model|adapter_model)[^/]*\.safetensors")
+"""Names of files of final weights, of which those of a Trainer's run are in its directory itself."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,30 @@ def run_copy(words: str, *, weights: bool = False) -> Path:
     if not listed:
         raise StoreError(f"{url} holds no run; give the URL of one, as run.output_dir and run.name make it.")
     with _alone(directory):
-        wanted = [one for one in listed if weights or not one.name.startswith(_WEIGHTS)]
+        wanted = [one for one in listed if weights or _WEIGHTS.fullmatch(one.name) is None]
         for gone in [path for path in directory.rglob("*") if path.is_file() and DIRECTORY not in path.parts]:
             with suppress(FileNotFoundError):
                 gone.unlink()
         bucket.download(wanted, directory)
+    return directory
+
+
+def copy_of_runs(url: str) -> Path:
+    """The local directory of what `run_copy` gives for each of the runs directly below a URL.
+
+    Raises:
+        StoreError: if there are none, or they cannot be read.
+    """
+    check_url("the URL", url)
+    url, directory = url.rstrip("/"), local_place(url, cache_directory() / "copies")
+    records = [PurePosixPath(one.name) for one in Bucket(url).list()]
+    names = {str(path.parent) for path in records if path.name == "run.json" and len(path.parts) == 2}
+    if not names:
+        raise StoreError(f"{url} has no runs; give the URL of a directory of runs, as run.output_dir has it.")
+    for name in sorted(names):
+        run_copy(joined(url, name))
+    for gone in [path.parent for path in directory.glob("*/run.json") if path.parent.name not in names]:
+        shutil.rmtree(gone, ignore_errors=True)
     return directory
 
 

@@ -6,11 +6,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from onstep.checkpoint import Retention, checkpoints
+from onstep.checkpoint import CheckpointInfo, Retention, checkpoints
 from onstep.checkpoint.catalog.discovery import named_dirs
 from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import CheckpointError, LostLeaseError, OnstepError, StoreError
@@ -18,8 +19,8 @@ from onstep.mirror.beat import Beat
 from onstep.mirror.linked_copy import linked
 from onstep.mirror.local_space import trim
 from onstep.mirror.outage import Outage
-from onstep.mirror.remote_checkpoints import ASIDE, RemoteCheckpoint, RemoteCheckpoints, name_of, seal_of
-from onstep.mirror.run_files import RunFiles
+from onstep.mirror.remote_checkpoints import ASIDE, DIRECTORY, RemoteCheckpoint, RemoteCheckpoints, name_of, seal_of
+from onstep.mirror.run_files import RunFiles, has_flat_layout
 from onstep.mirror.shared_uploads import SharedUploads
 from onstep.stores.bucket import Bucket
 from onstep.stores.lease import LEASE, Lease
@@ -92,8 +93,8 @@ class Mirror:
 
     @property
     def root(self) -> Path:
-        """The directory of the local checkpoints."""
-        return self.directory / "checkpoints"
+        """The directory of the local checkpoints: that of the run, where it has Hugging Face's layout."""
+        return self.directory if has_flat_layout(self.directory) else self.directory / DIRECTORY
 
     @property
     def due(self) -> str:
@@ -190,8 +191,9 @@ class Mirror:
         with self._turn:
             if not (self.directory / "run.json").exists():
                 return  # somebody has removed the directory, or a start that failed
-            local = {info.step: info.path for info in checkpoints(self.root)}
-            self._set_aside_after(max(local, default=None))
+            infos = checkpoints(self.root)
+            local = {info.step: info.path for info in infos}
+            self._set_aside_others(infos)
             for step in sorted(local, reverse=True):
                 with linked(local[step], self._options.workplace / UPLOADING) as source:
                     if source is not None:
@@ -202,9 +204,14 @@ class Mirror:
     def _valid(self) -> list[RemoteCheckpoint]:
         return self.remote.valid(self.lease.state)
 
-    def _set_aside_after(self, newest: int | None) -> None:
-        """The run has left the branch of later checkpoints: it continues from an older one."""
-        abandoned = [one for one in self._valid() if newest is not None and one.step > newest]
+    def _set_aside_others(self, infos: Sequence[CheckpointInfo]) -> None:
+        """Those of later steps, whose branch the run has left, and those of a run that was here before it."""
+        if not infos:
+            return
+        newest, valid, here = max(infos, key=lambda info: info.step), self._valid(), _seals(infos)
+        others = {str(one.path) for one in self.remote.infos(valid) if one.manifest.run_id != newest.manifest.run_id}
+        abandoned = [one for one in valid if one.step > newest.step or one.name in others]
+        abandoned = [one for one in abandoned if (one.step, one.seal) not in here]
         if abandoned:
             self.lease.renew()
             self.remote.set_aside(abandoned)
@@ -238,8 +245,7 @@ class Mirror:
         everything, options = self.remote.all(), self._options
         committed = [one for one in everything if one.is_committed]
         valid = [one for one in committed if self.lease.state.counts(one.name, one.epoch)]
-        local = {(info.step, seal_of((info.path / MANIFEST).read_bytes())) for info in checkpoints(self.root)}
-        surplus = self.remote.surplus(valid, options.retention, local)
+        surplus = self.remote.surplus(valid, options.retention, _seals(checkpoints(self.root)))
         left = [one for one in everything if not one.is_committed and ASIDE not in one.files]
         stray = [one for one in committed if one not in valid]
         if surplus or left or stray:
@@ -330,3 +336,12 @@ class Mirror:
 def _pause(failures: int) -> float:
     """Seconds until the next attempt after so many."""
     return PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS)) - 1]
+
+
+def _seals(infos: Iterable[CheckpointInfo]) -> set[tuple[int, str]]:
+    """The steps of local checkpoints, with what their names in the store have of their manifests."""
+    found = set()
+    for info in infos:
+        with suppress(FileNotFoundError):  # retention deletes it
+            found.add((info.step, seal_of((info.path / MANIFEST).read_bytes())))
+    return found

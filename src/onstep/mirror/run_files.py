@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from onstep.errors import StoreError
+from onstep.errors import DataError, StoreError
+from onstep.files.bounded_reading import read_json
 from onstep.mirror.remote_checkpoints import NAME
 from onstep.stores.bucket import Bucket, Listed, Tag
 from onstep.stores.lease import LEASE, LOCAL_LOCK
@@ -22,6 +23,19 @@ _NOT_OF_THE_RUN = re.compile(
 """Names of locks, of what is being written, of checkpoints and of what is set aside."""
 _SWAPPED_BYTES = 64 * 1024**2
 """Larger files, such as final weights, are uploaded in parts, which cannot be put on a condition."""
+
+
+def has_flat_layout(directory: Path) -> bool:
+    """Whether a run has its checkpoints and weights in its directory itself, as a Trainer's has.
+
+    Args:
+        directory: of the run on this machine.
+    """
+    try:
+        content = read_json(directory / "run.json")
+    except (OSError, DataError):
+        return False
+    return isinstance(content, dict) and content.get("layout") == "hugging_face"
 
 
 class RunFiles:

@@ -44,6 +44,8 @@ class Listed:
     """Relative to the bucket's URL."""
     size: int
     """Bytes."""
+    tag: str | None = None
+    """Its entity tag, which another content has another one of; None where the list is not a store's."""
 
 
 class Bucket:
@@ -201,9 +203,24 @@ class Bucket:
 
         def read() -> list[Listed]:
             chunks = self._library.list(self._store(), prefix or None)
-            return [Listed(one["path"], one["size"]) for chunk in chunks for one in chunk]
+            return [_listed(one) for chunk in chunks for one in chunk]
 
         return sorted(self._ask(f"listing {prefix or 'it'}", read), key=lambda one: one.name)
+
+    def head(self, name: str) -> Listed | None:
+        """An object as a list would show it; None if there is none.
+
+        Args:
+            name: relative to the URL.
+        """
+
+        def read() -> Listed | None:
+            try:
+                return _listed(self._library.head(self._store(), name))
+            except FileNotFoundError:
+                return None
+
+        return self._ask(f"looking up {name}", read)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; those that are gone already do not matter.
@@ -241,14 +258,37 @@ class Bucket:
         for folder in {(directory / one.name).parent for one in listed}:
             sync_dir(folder)
 
+    def download_version(self, one: Listed, path: Path) -> None:
+        """Write an object to a file, by ranges in parallel; its content is durable on return.
+
+        Args:
+            one: as a list has shown it.
+            path: of the file, which is replaced.
+
+        Raises:
+            StoreError: also if the object has been replaced since it was listed.
+        """
+        path.write_bytes(b"")
+        os.truncate(path, one.size)
+        for_each(range(0, one.size, RANGE_BYTES), lambda start: self._download_to(path, one, start, one.tag))
+        sync_dir(path.parent)
+
     def _download(self, one: Listed, start: int, directory: Path) -> None:
+        self._download_to(directory / one.name, one, start)
+
+    def _download_to(self, path: Path, one: Listed, start: int, tag: str | None = None) -> None:
         end = min(start + RANGE_BYTES, one.size)
 
         def read() -> bytes:
-            return bytes(self._library.get_range(self._store(), one.name, start=start, end=end))
+            if tag is None:
+                return bytes(self._library.get_range(self._store(), one.name, start=start, end=end))
+            options = {"range": (start, end), "if_match": tag}
+            return bytes(self._library.get(self._store(), one.name, options=options).bytes())
 
         content = self._ask(f"reading {one.name}", read)
-        with open(directory / one.name, "r+b") as file:
+        if len(content) != end - start:
+            raise StoreError(f"{self.url}: reading {one.name} gave {len(content):,} of {end - start:,} bytes.")
+        with open(path, "r+b") as file:
             file.seek(start)
             file.write(content)
             file.flush()
@@ -292,6 +332,10 @@ class Bucket:
     def _check_not_left(self, doing: str) -> None:
         if self._is_left:
             raise StoreError(f"{self.url}: {doing} was given up.")
+
+
+def _listed(facts: Any) -> Listed:
+    return Listed(facts["path"], facts["size"], facts["e_tag"])
 
 
 def _tag(facts: Any) -> Tag:

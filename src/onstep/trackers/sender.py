@@ -14,6 +14,7 @@ from typing import Any
 from onstep.record.saved_log import step_of
 from onstep.trackers.breaker import CircuitBreaker
 from onstep.trackers.lines import Line, MemoryLines, RecordLines, TakenBackError
+from onstep.trackers.own_random import draw_from_own_random
 from onstep.trackers.progress import Place, Progress, write_progress
 from onstep.trackers.projection import Projection, Shown
 from onstep.trackers.session import Session
@@ -183,6 +184,7 @@ class Sender:
         """Open the tracker, unless it is open, at the newest place that it has not lost."""
         if self.is_tracker_open:
             return
+        draw_from_own_random(getattr(self._tracker, "package", None))
         progress = self._progress
         try:
             state = progress.place.state if self._takes_back else progress.state

@@ -21,6 +21,7 @@ from onstep.config.hf.checks import check_best_model, check_schedule_metric
 from onstep.config.hf.optimizers import check_options
 from onstep.config.hf.unparsed import UNPARSED
 from onstep.errors import ConfigError
+from onstep.stores.urls import is_url
 
 
 def own_arguments(args: TrainingArguments | Mapping[str, Any] | None) -> TrainingArguments:
@@ -91,13 +92,20 @@ def _only_trained(config: ConfigContainer) -> ConfigContainer:
     return config
 
 
+def local_output_dir(args: TrainingArguments) -> str:
+    """The directory `output_dir` on this machine; for a URL, that which is mirrored in the object store."""
+    if not is_url(str(args.output_dir)):
+        return str(args.output_dir)
+    run = config_of(args, num_samples=None, world_size=args.world_size, for_training=False).run
+    return str(run.local_output_dir / str(run.name))
+
+
 def shown_arguments(args: TrainingArguments, directory: str | None) -> TrainingArguments:
     """The arguments as callbacks see them: with the directory that the run actually has, which also holds the
     metrics logs.
     """
     shown = copy.copy(args)
-    if directory is not None:
-        shown.output_dir = directory
+    shown.output_dir = local_output_dir(args) if directory is None else directory
     shown.logging_dir = os.path.abspath(shown.logging_dir or str(shown.output_dir))
     return shown
 

@@ -21,6 +21,7 @@ from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.output_dir.claim import unfinished_batch_size
 from onstep.trainer.output_dir.files import write_final_files
 from onstep.trainer.overrides import check_overrides, overrides
+from onstep.trainer.own_arguments import local_output_dir
 from onstep.trainer.predictions import TrainOutput
 from onstep.trainer.reporting.argument_errors import errors_name_arguments
 from onstep.trainer.rewinding import rewound
@@ -175,7 +176,7 @@ class Trainer(TrainerMethods):
             ConfigError: if there is no such step, or the run trained another model.
             DataError: if the run was trained on other data.
         """
-        directory = Path(self.args.output_dir or ".") if run is None else Path(run)
+        directory = Path(local_output_dir(self.args) if run is None else run)
         return rewound(self, directory, step, callbacks=callbacks, log=log)
 
     def _inner_training_loop(

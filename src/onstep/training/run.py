@@ -183,7 +183,10 @@ class Run:
     @cached_property
     def args(self) -> Any:
         """Hugging Face's view of the configuration; `Trainer` sets those that it was given."""
-        return config_to_args(self.cfg, world_size=self.world.data.size)
+        args, run = config_to_args(self.cfg, world_size=self.world.data.size), self.cfg.run
+        if run.is_in_store:  # callbacks write to the directory that is mirrored
+            args.output_dir = str(run.local_output_dir / (run.name or ""))
+        return args
 
     @cached_property
     def timers(self) -> Timers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,16 @@ from onstep import Callback
 
 class Paced(Callback):
     """Reads files of the working directory: `hold-RESTART` has the step after which to wait for `go-RESTART`, `pace`
-    the seconds of each step while the job was requeued less often than its second number says.
+    the seconds of each step while the job was requeued less often than its second number says. With a file `asked`, the
+    run is asked to save before its first step.
     """
 
     def __init__(self) -> None:
         self._restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+    def on_train_start(self, context: Any) -> None:
+        if Path("asked").exists():
+            os.kill(os.getpid(), signal.SIGUSR2)
 
     def on_step_end(self, context: Any) -> None:
         pace, hold = Path("pace"), Path(f"hold-{self._restart}")

@@ -29,6 +29,7 @@ from onstep.cli.cells import date_shown, size_shown
 from onstep.cli.completed_words import complete_runs
 from onstep.cli.logs.lookup import find_log, read_logs
 from onstep.errors import ConfigError, DataError
+from onstep.stores.urls import is_url
 
 
 class Format(StrEnum):
@@ -136,8 +137,8 @@ def compare(
 
 def list_(
     directory: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="A project's directory, or a directory of runs.")
-    ] = Path(),
+        str, typer.Argument(metavar="[DIR]", help="A project's directory, or a directory of runs; also a URL.")
+    ] = ".",
     model: Annotated[str | None, typer.Option(help="Only the runs of this model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of objects.")] = False,
 ) -> None:
@@ -146,13 +147,17 @@ def list_(
     Searches runs/, Trainer output directories and output_models/. The first log listed is the default of the other
     commands.
     """
-    logs = [_described(path) for path in find_log_files(directory, model)]
+    place = Path(directory)
+    if is_url(directory):
+        from onstep.mirror.copies import copy_of_runs
+
+        place = copy_of_runs(directory)
+    logs = [_described(path) for path in find_log_files(place, model)]
     if as_json:
         print(json.dumps(logs, indent=2))
     elif not logs:
-        raise ConfigError(
-            f"no logs found in {directory.absolute()}; name a project's directory or a directory of runs."
-        )
+        where = directory if is_url(directory) else Path(directory).absolute()
+        raise ConfigError(f"no logs found in {where}; name a project's directory or a directory of runs.")
     else:
         rows = [["#", "model/run", "status", "modified", "size", "log"]]
         for number, log in enumerate(logs, 1):

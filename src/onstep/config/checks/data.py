@@ -9,6 +9,7 @@ from onstep.config.container import ConfigContainer
 from onstep.config.sections.data import DatasetConfig, TokenizerConfig
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
+from onstep.stores.urls import check_url, is_url, without_secrets
 
 _SMALLEST_BPE = 257
 _JSONL = (".jsonl", ".ndjson", ".jsonlines")
@@ -23,6 +24,7 @@ def check_data(config: ConfigContainer) -> None:
     if parse_split(data.split)[0] == 0 and not config.validation.skip_train:
         raise ConfigError(f"dataset.split={shown(data.split)} leaves nothing to train on.")
     _check_paths(data)
+    _check_urls(data)
     _check_files(data)
     _check_weights(data)
     _check_stream(config)
@@ -61,6 +63,27 @@ def _check_paths(data: DatasetConfig) -> None:
             "stream": "parquet or JSON-lines files, URLs of them, or a name on the hub",
         }
         raise ConfigError(f"dataset.paths=[] is empty; dataset.kind={data.kind} requires {what[data.kind]}.")
+
+
+def _check_urls(data: DatasetConfig) -> None:
+    """Refuse credentials in URLs, and what is neither a local path nor the URL of an object store."""
+    urls = [path for path in data.paths if is_url(path)]
+    for url in urls:
+        check_url("dataset.paths", url)
+    others = [path for path in data.paths if not is_url(path)]
+    if data.kind == "stream":
+        return
+    foreign = [path for path in others if "://" in path]
+    if foreign:
+        raise ConfigError(
+            f"dataset.paths={without_secrets(foreign[0])} is not the URL of an object store (s3://, gs://, az://, "
+            f"file://), from which dataset.kind={data.kind} reads; download it, or use dataset.kind=stream."
+        )
+    if urls and others:
+        raise ConfigError(
+            f"dataset.paths has the URL {urls[0]} and {others[0]}, which is not one; the order of "
+            f"their files would depend on the machine: name all by URLs of object stores (file:///... for local files)."
+        )
 
 
 def _check_files(data: DatasetConfig) -> None:

@@ -20,7 +20,7 @@ from onstep.config.sections.run import DistributedDataParallelConfig
 from onstep.config.suggestions import shown
 from onstep.config.trackers import tracker_list
 from onstep.errors import ConfigError
-from onstep.stores.urls import is_url, without_secrets
+from onstep.stores.urls import check_url, is_url
 
 MAY_BE_NONE = {name for name, annotation in field_types(TrainingArguments).items() if accepts_none(annotation)}
 
@@ -153,16 +153,7 @@ def _without_a_name(args: TrainingArguments, config: ConfigContainer, world_size
 
 
 def _set_run(args: TrainingArguments, config: ConfigContainer, world_size: int) -> None:
-    if is_url(args.output_dir or ""):
-        raise ConfigError(
-            f"output_dir={without_secrets(str(args.output_dir))} must be a directory for a Trainer; "
-            f"onstep.pretrain and onstep train mirror a run in an object store (run.output_dir)."
-        )
-    path = os.path.normpath(args.output_dir or "trainer_output")
-    directory, name = os.path.split(path)
-    if name in ("", ".", ".."):
-        directory, name = os.path.split(os.path.abspath(path))
-    config.run.output_dir, config.run.name = directory or ".", name
+    config.run.output_dir, config.run.name = _place_and_name(args.output_dir or "trainer_output")
     if args.max_steps > 0:
         config.train.train_iters = args.max_steps
     else:
@@ -171,6 +162,21 @@ def _set_run(args: TrainingArguments, config: ConfigContainer, world_size: int) 
     config.validation.eval_global_batch_size = args.per_device_eval_batch_size * world_size
     config.train.deterministic = args.full_determinism or None
     config.dataset.shuffle = args.train_sampling_strategy != "sequential"
+
+
+def _place_and_name(output_dir: str) -> tuple[str, str]:
+    """`run.output_dir` and `run.name` of a directory, or of a URL in an object store."""
+    if is_url(output_dir):
+        check_url("output_dir", output_dir)
+        directory, _, name = output_dir.rstrip("/").rpartition("/")
+        if not is_url(directory):
+            raise ConfigError(f"output_dir={output_dir} is a bucket; name the directory of the run: {output_dir}/NAME.")
+        return directory, name
+    path = os.path.normpath(output_dir)
+    directory, name = os.path.split(path)
+    if name in ("", ".", ".."):
+        directory, name = os.path.split(os.path.abspath(path))
+    return directory or ".", name
 
 
 def _set_intervals(args: TrainingArguments, config: ConfigContainer, total_steps: int | None) -> None:
@@ -274,9 +280,8 @@ def _named_arguments(config: ConfigContainer, world_size: int) -> dict[str, Any]
 
 def _named_run(config: ConfigContainer, world_size: int) -> dict[str, Any]:
     train, run = config.train, config.run
-    place = str(run.local_output_dir) if run.is_in_store else run.output_dir
-    directory = "" if place == "." else place
-    named: dict[str, Any] = {"output_dir": os.path.join(directory, run.name) if run.name else place}
+    directory = "" if run.output_dir == "." else run.output_dir
+    named: dict[str, Any] = {"output_dir": os.path.join(directory, run.name) if run.name else run.output_dir}
     if train.train_iters is not None:
         named["max_steps"] = train.train_iters
     elif train.num_epochs is not None:

@@ -30,7 +30,9 @@ class DatasetConfig(ConfigSection):
         bound=PATH,
         effect=NEW_DATA,
         common=True,
-        help="Sources of the data. For `text`: files, directories, globs or JSONL files; empty is the source code of "
+        help="Sources of the data; files, directories and globs may be URLs of object stores (s3://bucket/corpus, "
+        "gs://, az://, file://), which are downloaded to `cache_dir`. For `text`: files, directories, globs or JSONL "
+        "files; empty is the source code of "
         "Python's standard library. For `megatron`: prefixes of pairs of `.bin` and `.idx` files. For "
         "`huggingface`: directories of `save_to_disk`, json, parquet, arrow or csv files, directories or globs of "
         "such, or names on the hub, with `@REVISION` for a branch, tag or commit. For `chat`: JSONL files or "
@@ -177,7 +179,7 @@ class DatasetConfig(ConfigSection):
         None,
         SAFE,
         bound=PATH,
-        help="Where token files are cached; None is `$ONSTEP_CACHE` or the user's cache directory.",
+        help="Where token files and downloaded data are cached; None is `$ONSTEP_CACHE` or the user's cache directory.",
     )
     shuffle: bool = option(
         True, TRAJECTORY, effect=NEW_ORDER, help="Shuffle each epoch, as a pure function of seed and epoch."

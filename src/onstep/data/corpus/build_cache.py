@@ -73,7 +73,7 @@ def build_cached(
         return found
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+        with locked(path):
             found = find(path)
             return make(path) if found is None else found
     except OSError as error:
@@ -98,13 +98,14 @@ def default_cache_dir() -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes from making a file of a cache meanwhile."""
     path.with_suffix(".lock").touch()  # `FileLock` waits, as for another process, where it cannot create the file
     lock = FileLock(path.with_suffix(".lock"))
     try:
         lock.acquire(timeout=1.0, poll_interval=_POLL_SECONDS)
     except Timeout:
-        _LOGGER.info("waiting for another process to build %s", path)
+        _LOGGER.info("waiting for another process to make %s", path)
         lock.acquire(poll_interval=_POLL_SECONDS)
     try:
         yield

@@ -39,7 +39,9 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tsv": ("csv", {"sep": "\t"}),
 }
 """The library's reader for each file suffix; none of them executes what it reads."""
-_READ_BY_LIBRARY = frozenset(_READERS) - JSONL_SUFFIXES
+READ_SUFFIXES = frozenset(_READERS)
+"""Suffixes of files that the library reads."""
+_READ_BY_LIBRARY = READ_SUFFIXES - JSONL_SUFFIXES
 _VALIDATION, _TEST = ("validation", "valid", "val", "dev"), ("test",)
 _SPLIT_WORDS = {
     **dict.fromkeys(_VALIDATION, "validation"),

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onstep.config import DatasetConfig, TokenizerConfig
@@ -36,7 +36,9 @@ class InputFiles:
     digest: str
     """Of their content and order. Names do not matter, except where training depends on them."""
     files: dict[str, str]
-    """A digest of each file, by its name relative to where the files lie."""
+    """A digest of each file, by its name relative to where the files lie, or by its URL."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """The entity tag of each file that has a URL."""
 
 
 def dataset_files(config: DatasetConfig) -> InputFiles | None:
@@ -145,8 +147,17 @@ def _input_files(files: Sequence[Path], digests: list[str], paths: Sequence[str]
 
 def _names(files: Iterable[Path], paths: Sequence[str]) -> list[str]:
     """The files' names relative to the directory that everything in `paths` lies in."""
-    base = os.path.commonpath([os.path.dirname(_without_pattern(path)) for path in paths])
+    base = base_of(paths)
     return [os.fsencode(os.path.relpath(file, base)).decode("utf-8", "backslashreplace") for file in files]
+
+
+def base_of(paths: Sequence[str]) -> str:
+    """The directory that everything in `paths` lies in, to which the names of files are relative.
+
+    Args:
+        paths: files, directories and globs.
+    """
+    return os.path.commonpath([os.path.dirname(_without_pattern(path)) for path in paths])
 
 
 def _without_pattern(path: str) -> str:

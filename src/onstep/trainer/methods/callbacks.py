@@ -13,6 +13,7 @@ from onstep.events import Control, RunState, TrainerState
 from onstep.events.exportable_state import exported_states
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.callback_handler import CallbackHandler, TrainerCallbackHandler
+from onstep.trainer.uploads import writing_output
 from onstep.training.run import Run
 
 
@@ -55,9 +56,10 @@ class CallbackMethods(BaseTrainer):
     def save_state(self) -> None:
         """Write the progress to `trainer_state.json` in `args.output_dir`, on rank 0."""
         if self.is_world_process_zero():
-            directory = Path(str(self.args.output_dir))
-            directory.mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(os.fspath(directory / "trainer_state.json"))
+            with writing_output(self) as place:
+                directory = Path(place)
+                directory.mkdir(parents=True, exist_ok=True)
+                self.state.save_to_json(os.fspath(directory / "trainer_state.json"))
 
     @property
     def control(self) -> Control:

@@ -11,6 +11,7 @@ from onstep.record.kinds import Metrics
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.reporting.input_counts import InputCounts, num_input_flops
 from onstep.trainer.reporting.metric_files import formatted, lines, write_metrics
+from onstep.trainer.uploads import writing_output
 from onstep.training.stages.record import record
 
 
@@ -75,7 +76,8 @@ class ReportingMethods(BaseTrainer):
             metrics: the metrics by name.
         """
         if self.is_world_process_zero():
-            write_metrics(Path(str(self.args.output_dir)), split, metrics, combined=combined)
+            with writing_output(self) as directory:
+                write_metrics(Path(directory), split, metrics, combined=combined)
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """FLOPs of the forward and backward pass of a micro-batch; an override is what `total_flos` adds up.

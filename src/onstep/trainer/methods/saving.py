@@ -30,7 +30,9 @@ from onstep.models.hf.weight_files import write_weights
 from onstep.train_state import StateDict
 from onstep.trainer.methods.state_files import StateFileMethods
 from onstep.trainer.overrides import overrides
+from onstep.trainer.own_arguments import local_output_dir
 from onstep.trainer.reporting.model_card import Words, model_card
+from onstep.trainer.uploads import writing_output
 
 ARGUMENTS_FILE = "training_args.json"
 
@@ -64,9 +66,8 @@ class SavingMethods(StateFileMethods):
             raise ConfigError(
                 "Trainer has no model to save yet: model_init runs when training starts; call train() first."
             )
-        directory = str(self.args.output_dir) if output_dir is None else output_dir
         in_parts = is_in_shards(self.model)
-        with self._weights_at_rest():
+        with writing_output(self, output_dir) as directory, self._weights_at_rest():
             if in_parts and overrides(self, "_save"):
                 weights = whole_weights(self.model, keeps=self.args.should_save)
                 if self.args.should_save:
@@ -94,7 +95,7 @@ class SavingMethods(StateFileMethods):
         is_main = self.args.should_save if self.global_state is None else self.global_state.world.is_main
         if self.model is None:
             return
-        directory = Path(str(self.args.output_dir) if output_dir is None else output_dir)
+        directory = Path(local_output_dir(self.args) if output_dir is None else output_dir)
         if is_main:
             save_model(self.model, directory, self.saved_processing_class, state_dict)
             write_arguments(self.args, directory)
@@ -104,7 +105,7 @@ class SavingMethods(StateFileMethods):
     def _get_output_dir(self, trial: object = None) -> str:
         """The directory with the checkpoints, `checkpoint-<step>`."""
         checkpoints = None if self.global_state is None else self.global_state.checkpoints
-        return str(self.args.output_dir) if checkpoints is None else str(checkpoints.root)
+        return local_output_dir(self.args) if checkpoints is None else str(checkpoints.root)
 
     def _save_checkpoint(self, model: nn.Module | None, trial: object = None, metrics: object = None) -> None:
         """Write the checkpoint that is due. Collective; an override is called at each save, on every rank.
@@ -155,8 +156,6 @@ class SavingMethods(StateFileMethods):
         """
         if self.args.process_index != 0:
             return
-        directory = Path(str(self.args.output_dir))
-        directory.mkdir(parents=True, exist_ok=True)
         given = {
             "language": language,
             "license": license,
@@ -174,7 +173,10 @@ class SavingMethods(StateFileMethods):
             dataset=dataset,
             dataset_args=dataset_args,
         )
-        (directory / "README.md").write_text(card, encoding="utf-8")
+        with writing_output(self) as place:
+            directory = Path(place)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "README.md").write_text(card, encoding="utf-8")
 
 
 def save_model(

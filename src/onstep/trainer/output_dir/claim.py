@@ -23,13 +23,16 @@ from onstep.data.corpus.hub_names import hub_commits
 from onstep.distributed import World
 from onstep.errors import CheckpointError, ConfigError
 from onstep.files.bounded_reading import integer_from_environment
+from onstep.mirror.copies import named
+from onstep.stores.urls import is_url
 from onstep.trainer.base_trainer import BaseTrainer
 from onstep.trainer.call import Resume
 from onstep.trainer.computing.batch_size_search import Search
 from onstep.trainer.output_dir.identity import trainer_identity
+from onstep.trainer.own_arguments import local_output_dir
 from onstep.training.opening import claim_for_all
 from onstep.training.protocols import StateDict
-from onstep.training.runs.claims import Claim, go_on, hold_and_claim, named_dir, start, without_effect
+from onstep.training.runs.claims import Claim, go_on, hold_and_claim, in_store, named_dir, start, without_effect
 from onstep.training.runs.fingerprints import is_arrow_dataset
 from onstep.training.runs.hold import Hold
 from onstep.training.runs.hub import hub_revisions
@@ -93,7 +96,8 @@ def acquire_dir(
     """
     if config.run.name is None:
         return None, None
-    asked = Path(config.run.output_dir).absolute() / config.run.name
+    asked = config.run.local_output_dir.absolute() / config.run.name
+    config.checkpoint.load = _without_own_url(config)
     identity = as_owned = trainer_identity(trainer)
     owned = trainer.owned_dirs.get(asked)
     if owned is not None:
@@ -124,8 +128,28 @@ def _revisions(trainer: BaseTrainer) -> dict[str, str]:
 
 def _acquire(config: ConfigContainer, identify: Identify | None, *, wish: Wish) -> tuple[Claim, Hold]:
     assert identify is not None
-    arrival = _Arrival(named_dir(config), typed_copy(config), identify(config), wish)
-    return hold_and_claim(arrival.directory, arrival.claim, shares=True, elsewhere="another output_dir")
+    identity = identify(config)
+
+    def acquire() -> tuple[Claim, Hold]:
+        arrival = _Arrival(named_dir(config), typed_copy(config), identity, wish)
+        return hold_and_claim(arrival.directory, arrival.claim, shares=True, elsewhere="another output_dir")
+
+    if not config.run.is_in_store:
+        return acquire()
+    claim, hold = in_store(config, acquire)
+    assert hold is not None
+    return claim, hold
+
+
+def _without_own_url(config: ConfigContainer) -> str | None:
+    """What `checkpoint.load` names; for the URL of this run, or of a checkpoint of it, the local path."""
+    load, run = config.checkpoint.load, config.run
+    if load is None or not is_url(load):
+        return load
+    asked, directory = named(load), run.local_output_dir / str(run.name)
+    if asked.run != run.place or asked.choice == "best":
+        return load
+    return str(directory if asked.choice is None else directory / f"checkpoint-{asked.choice}")
 
 
 @dataclass
@@ -189,6 +213,8 @@ class _Arrival:
         load = self.config.checkpoint.load
         if load is None or self.wish.resume is True:
             return self.wish.resume is True and (not self.wish.or_starts or self._has_checkpoints())
+        if is_url(load):
+            return False
         path = Path(os.path.expanduser(load)).resolve()
         own = [RunDir(self.directory.path, layout).checkpoints.resolve() for layout in ("onstep", "hugging_face")]
         return path in own or (path.parent in own and path.name.startswith("checkpoint-"))
@@ -200,7 +226,9 @@ class _Arrival:
     def _started_elsewhere(self) -> bool:
         """Whether the user names another run's checkpoint, from which the run that is here has not started."""
         load = self.config.checkpoint.load
-        return load is not None and not self.directory.has_started_from(str(Path(load).absolute()))
+        return load is not None and not self.directory.has_started_from(
+            load if is_url(load) else str(Path(load).absolute())
+        )
 
     def _is_unwanted(self, stored: StateDict) -> bool:
         """Whether the user asks for a new run; a restart by torchrun still continues its own."""
@@ -258,7 +286,7 @@ class _Arrival:
         """Start a new run; the checkpoints that are there are moved aside."""
         path = self.directory.path
         load = self.config.checkpoint.load
-        if load is not None and not Path(os.path.expanduser(load)).exists():
+        if load is not None and not is_url(load) and not Path(os.path.expanduser(load)).exists():
             resolve(load)  # raises
         before = self.directory if stored else RunDir(path, "hugging_face")
         aside = before.set_checkpoints_aside()
@@ -304,7 +332,7 @@ class _Arrival:
 
 def unfinished_batch_size(trainer: BaseTrainer, resume: Resume) -> int | None:
     """The batch size that `auto_find_batch_size` reached in the run that `resume` continues; None without one."""
-    args, asked = trainer.args, Path(trainer.args.output_dir or ".").absolute()
+    args, asked = trainer.args, Path(local_output_dir(trainer.args)).absolute()
     if resume is None:
         resume = args.resume_from_checkpoint
     directory = trainer.owned_dirs[asked][0] if asked in trainer.owned_dirs else RunDir(asked)

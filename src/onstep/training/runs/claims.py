@@ -8,8 +8,8 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from onstep.checkpoint import CheckpointInfo
 from onstep.config import ChangeClass, ConfigContainer
@@ -26,6 +26,7 @@ from onstep.training.runs.lock import LEASE
 from onstep.training.runs.mirrored import MirroredRun
 from onstep.training.runs.provenance import provenance
 from onstep.training.runs.run_dir import FINISHED, RunDir, next_free
+from onstep.training.runs.stalled_starts import starts_at_step
 
 REPORTS = ("record*.jsonl", "trackers", "trainer_logs*.json", "gradient_norms*.json", "parameter_norms*.json")
 """What metrics logs write into a run's directory, perhaps before it becomes one, as trackers do."""
@@ -89,16 +90,20 @@ def acquire_run_dir(
             the data of the run has changed, unless `checkpoint.on_config_change` is apply.
         ConfigError: if it cannot be written.
     """
-    if config.run.is_in_store:
-        return _acquire_mirrored(config, identify, revisions or {}, user_code or {})
-    return _acquire_local(config, identify, revisions or {}, user_code or {})
+    acquire = partial(_acquire_local, config, identify, revisions or {}, user_code or {})
+    return in_store(config, acquire) if config.run.is_in_store else acquire()
 
 
-def _acquire_mirrored(config: ConfigContainer, *given: Any) -> tuple[Claim, Hold | None]:
-    """Claim a directory that is mirrored in an object store, once this machine has what is there."""
+def in_store(config: ConfigContainer, acquire: Callable[[], tuple[Claim, Hold | None]]) -> tuple[Claim, Hold | None]:
+    """Claim a directory that is mirrored in an object store, once this machine has what is there.
+
+    Args:
+        config: the run's configuration.
+        acquire: claims the local directory.
+    """
     mirrored = MirroredRun(config)
     try:
-        claim, hold = _acquire_local(config, *given)
+        claim, hold = acquire()
     except BaseException:
         mirrored.close()
         raise
@@ -231,9 +236,15 @@ def start(directory: RunDir, config: ConfigContainer, identity: Identity, **furt
 
 
 def go_on(claim: Claim, identity: Identity, **further: object) -> None:
-    """Record that this process continues a run; see `start`."""
-    content = {**claim.directory.read(), "status": "running", "config": claim.config.to_dict()}
-    content |= {"continued_at": time.time(), **further}
+    """Record that this process continues a run; see `start`.
+
+    Raises:
+        RunExistsError: if its SLURM job was requeued too often without a step.
+    """
+    before = claim.directory.read()
+    counted = starts_at_step(before, claim.directory.newest_step or 0)
+    content = {**before, "status": "running", "config": claim.config.to_dict()}
+    content |= {"continued_at": time.time(), **counted, **further}
     changed = {name: facts for name, facts in provenance().items() if content.get(name) != facts}
     content.pop("continued_with", None)
     content |= {"continued_with": changed} if changed else {}

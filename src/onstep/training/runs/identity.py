@@ -14,7 +14,8 @@ from typing import Any
 
 from onstep.config import ConfigContainer, TokenizerConfig
 from onstep.config.keys import typed_copy
-from onstep.data.corpus.input_files import InputFiles, dataset_files, tokenizer_files
+from onstep.data.corpus.input_files import InputFiles, tokenizer_files
+from onstep.data.urls.local_copy import input_files
 from onstep.errors import DataError
 from onstep.files.bounded_reading import read_json
 from onstep.files.durability import replace_durably
@@ -68,12 +69,17 @@ class Identity:
 
     def write(self, directory: Path) -> None:
         """Replace `identity.json` atomically."""
-        parts = {name: {"digest": part.digest, "files": part.files} for name, part in self.parts.items()}
+        parts = {name: _record_of(part) for name, part in self.parts.items()}
         replace_durably(directory / IDENTITY_FILE, json.dumps({"format": 1, **parts}, indent=1))
 
     def is_written(self, directory: Path) -> bool:
         """Whether `identity.json` there has the files of this identity."""
         return all(_files_of(name, part.digest, (directory,)) == part.files for name, part in self.parts.items())
+
+
+def _record_of(part: InputFiles) -> dict[str, object]:
+    tags = {"tags": part.tags} if part.tags else {}
+    return {"digest": part.digest, "files": part.files, **tags}
 
 
 Identify = Callable[[ConfigContainer], Identity]
@@ -82,7 +88,7 @@ Identify = Callable[[ConfigContainer], Identity]
 def configured_identity(config: ConfigContainer) -> Identity:
     """The identity of a run whose data is configured. Reads all of its text and conversations."""
     try:
-        found = {"data": dataset_files(config.dataset), "tokenizer": tokenizer_files(config.tokenizer)}
+        found = {"data": input_files(config.dataset), "tokenizer": tokenizer_files(config.tokenizer)}
     except (DataError, OSError) as error:
         return Identity(problem=str(error))
     return Identity({name: part for name, part in found.items() if part is not None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -48,8 +49,7 @@ class MirroredRun:
             self._lock = RunLock(place.workplace / LOCK)
             self._train, self._is_closed, self._was_left = config.train, False, False
             try:
-                steps = [step for step in [config.checkpoint.ckpt_step] if step is not None]
-                self.mirror: Mirror = attach(place, retention_of(config), steps)
+                self.mirror: Mirror = attach(place, retention_of(config), _asked_steps(config, place))
             except BaseException:
                 self._lock.release()
                 raise
@@ -123,6 +123,14 @@ def _place(config: ConfigContainer, name: str) -> Place:
         limit,
         config.checkpoint.load_best_model_at_end,
     )
+
+
+def _asked_steps(config: ConfigContainer, place: Place) -> set[int]:
+    """The steps of the run's own checkpoints that the configuration names."""
+    load = Path(config.checkpoint.load or "")
+    named = re.fullmatch(r"checkpoint-([0-9]+)", load.name) if load.is_relative_to(place.directory) else None
+    asked = {config.checkpoint.ckpt_step, None if named is None else int(named[1])}
+    return {step for step in asked if step is not None}
 
 
 def _free_name(url: str, local: Path, name: str) -> str:

@@ -1,10 +1,13 @@
-"""Pins the datasets on the Hub that a run trains on to commits, so that it continues on the same rows."""
+"""Pins the data that a run trains on: datasets on the Hub to commits, files behind URLs to the versions there now."""
 
 from __future__ import annotations
 
 from onstep.config import ConfigContainer
 from onstep.data.corpus.hub_names import hub_name, pinned
+from onstep.data.urls.local_copy import Listing, has_urls, pin
+from onstep.data.urls.objects import stored_files
 from onstep.distributed import World, on_main
+from onstep.errors import DataError
 from onstep.training.runs.claims import may_be_replaced, named_dir
 from onstep.training.runs.hub import recorded_revisions
 
@@ -12,14 +15,24 @@ from onstep.training.runs.hub import recorded_revisions
 def pin_datasets(config: ConfigContainer, world: World) -> dict[str, str]:
     """The commits of the datasets on the Hub, by their names in `dataset.paths`, which then has them. Collective.
 
-    A run that continues keeps the commits that it started on, wherever its branches and tags point by now.
+    A run that continues keeps the commits that it started on, wherever its branches and tags point by now. Of files
+    behind URLs, all ranks read the versions that rank 0 finds.
 
     Raises:
         DataError: for a revision that the Hub does not have; on all ranks alike.
     """
-    data, commits = config.dataset, on_main(world, lambda: _commits(config))
+    data, (commits, listing) = config.dataset, on_main(world, lambda: (_commits(config), _listing(config)))
+    pin(data, listing)
     data.paths = [f"{path.partition('@')[0]}@{commits[path]}" if path in commits else path for path in data.paths]
     return {f"datasets/{path}": commit for path, commit in commits.items()}
+
+
+def _listing(config: ConfigContainer) -> Listing | None:
+    """The versions there now; None where they cannot be found, which only a run that is not finished minds."""
+    try:
+        return stored_files(config.dataset) if has_urls(config.dataset) else None
+    except DataError:
+        return None
 
 
 def _commits(config: ConfigContainer) -> dict[str, str]:

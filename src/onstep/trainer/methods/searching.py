@@ -64,7 +64,7 @@ class SearchingMethods(BaseTrainer):
 
     def model_of_trial(self) -> nn.Module:
         """A new model from `model_init`, of the current trial if there is one."""
-        return self.call_model_init(self._trial)
+        return self.call_model_init() if self._trial is None else self.call_model_init(self._trial)
 
     hp_name: Callable[[Any], str] | None
     hp_search_backend: HPSearchBackend | None

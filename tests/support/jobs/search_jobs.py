@@ -71,7 +71,7 @@ def sampler(name: str) -> Any:
         return optuna.samplers.TPESampler(
             seed=3, n_startup_trials=3, multivariate=True, warn_independent_sampling=False
         )
-    return optuna.samplers.TPESampler(seed=3, n_startup_trials=3)
+    return optuna.samplers.TPESampler(seed=3, n_startup_trials=3, multivariate=False)
 
 
 def trainer_of(settings: dict[str, Any]) -> Trainer:

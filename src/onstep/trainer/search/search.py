@@ -8,6 +8,7 @@ from typing import Any
 
 from onstep.errors import ConfigError, extra
 from onstep.record.kinds import Metrics
+from onstep.stores.urls import is_url, without_secrets
 from onstep.trainer.dataloaders import num_samples_of
 from onstep.trainer.loaders.users_data import decides_data
 from onstep.trainer.methods import TrainerMethods
@@ -35,6 +36,11 @@ def search(
         raise ConfigError(
             "hyperparameter_search requires model_init, which makes a new model for each trial; pass it to the Trainer "
             "in place of model."
+        )
+    if is_url(str(trainer.args.output_dir)):
+        raise ConfigError(
+            f"output_dir={without_secrets(str(trainer.args.output_dir))} must be a directory for a search, whose "
+            f"trials and study are in it."
         )
     wanted = Wanted(_checked_number(n_trials), _checked_directions(direction), options)
     chosen = _checked_backend(backend)

@@ -168,11 +168,12 @@ class Mirror:
         return f"what is not there yet is in {self.directory}. The same command on this machine uploads it."
 
     def _close(self) -> None:
+        self.unfinished = self.unfinished or f"the last upload to {self.bucket.url} has failed; {self._remedy}"
         try:
             if self._finish():
                 self.unfinished = None
-            elif self.unfinished is None:
-                self.unfinished = self.lost or f"the last upload to {self.bucket.url} has failed; {self._remedy}"
+            elif self.lost is not None:
+                self.unfinished = self.lost
             self.abandon()
             if self.lost is None:
                 self.lease.release()
@@ -333,11 +334,6 @@ class Mirror:
             logger.error("%s", error)
 
 
-def _pause(failures: int) -> float:
-    """Seconds until the next attempt after so many."""
-    return PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS)) - 1]
-
-
 def _seals(infos: Iterable[CheckpointInfo]) -> set[tuple[int, str]]:
     """The steps of local checkpoints, with what their names in the store have of their manifests."""
     found = set()
@@ -345,3 +341,8 @@ def _seals(infos: Iterable[CheckpointInfo]) -> set[tuple[int, str]]:
         with suppress(FileNotFoundError):  # retention deletes it
             found.add((info.step, seal_of((info.path / MANIFEST).read_bytes())))
     return found
+
+
+def _pause(failures: int) -> float:
+    """Seconds until the next attempt after so many."""
+    return PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS)) - 1]

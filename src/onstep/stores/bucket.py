@@ -213,6 +213,8 @@ class Bucket:
         Args:
             name: relative to the URL.
         """
+        if self._is_missing:
+            return None
 
         def read() -> Listed | None:
             try:

@@ -24,7 +24,8 @@ from onstep.data.urls.objects import StoredFile, unreadable
 from onstep.errors import DataError, StoreError
 from onstep.files.bounded_reading import read_json
 from onstep.files.durability import replace_durably, sync_dir
-from onstep.stores.bucket import RANGE_BYTES, Bucket, Listed, for_each
+from onstep.stores.bucket import RANGE_BYTES, Bucket, Listed
+from onstep.stores.parallel import for_each
 
 logger = logging.getLogger(__name__)
 

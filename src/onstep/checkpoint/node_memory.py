@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from onstep.distributed import World
 from onstep.distributed.outcomes import together
 from onstep.errors import ConfigError
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID, _MOUNTS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/mounts")
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,10 @@ def check_memory_file_system(directory: Path) -> None:
 
 
 def _file_system_of(directory: Path) -> str:
-    """The type of the file system, such as ext4."""
+    """The type of the file system, such as ext4; none is in memory where Linux does not list them."""
     resolved = directory.resolve()
-    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}  # of two, the upper one
+    fields = [line.split(" ") for line in _MOUNTS.read_text().splitlines()] if _MOUNTS.exists() else []
+    mounts = {Path(one[1].replace("\\040", " ")): one[2] for one in fields}  # of two, the upper one
     within = [mount for mount in mounts if resolved.is_relative_to(mount)]
     return mounts[max(within, key=lambda mount: len(mount.parts))] if within else "an unknown one"
 

@@ -7,27 +7,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import optuna
-from optuna.distributions import CategoricalDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 
 
-class Remaining:
-    """A sampler for a trial that was asked for before: it gives what the replayed sampler gave that trial.
-
-    It has what Optuna calls of a sampler to make a trial and suggest values.
-    """
+class Remaining(BaseSampler):
+    """A sampler for a trial that was asked for before: it gives what the replayed sampler gave that trial."""
 
     def __init__(self, replayed: Any) -> None:
         self._replayed = replayed
 
-    def before_trial(self, study: object, trial: object) -> None:
-        """Nothing: the trial has begun before."""
-
-    def infer_relative_search_space(self, study: object, trial: object) -> dict[str, object]:
+    def infer_relative_search_space(self, study: object, trial: object) -> dict[str, BaseDistribution]:
         """No parameters: all are asked for one by one."""
         return {}
 
-    def sample_relative(self, study: object, trial: object, search_space: object) -> dict[str, object]:
+    def sample_relative(self, study: object, trial: object, search_space: object) -> dict[str, Any]:
         """Nothing, likewise."""
         return {}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import optuna
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from onstep.checkpoint import checkpoints
@@ -136,7 +137,7 @@ class OptunaSweep:
         options["storage"] = self._storage = optuna.storages.get_storage(options["storage"])
         directions = list(self._wanted.directions)
         try:
-            self._study = optuna.create_study(directions=directions, **options)
+            self._study = optuna.create_study(directions=[StudyDirection[one.upper()] for one in directions], **options)
         except optuna.exceptions.DuplicatedStudyError:
             raise ConfigError(
                 f"The study {options['study_name']!r} exists already, and load_if_exists=False says not to continue "

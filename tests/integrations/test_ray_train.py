@@ -5,6 +5,7 @@ Requires Ray: `make ray` installs it into an environment of its own.
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -76,6 +77,83 @@ def test_metrics_and_committed_checkpoints_are_reported(
     evaluated = {line["global_step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     assert found[-1][1]["step"] == 20
     assert found[-1][1]["eval_loss"] == evaluated[20]
+
+
+def test_a_rank_that_fails_is_named_and_a_preempted_run_ends_with_75(cluster: RayCluster, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import os, sys, time\n"
+        "assert os.getcwd() == sys.argv[1] and os.environ['WORLD_SIZE'] == '2' and __name__ == '__main__'\n"
+        "if sys.argv[2] == 'fail' and os.environ['RANK'] == '1':\n"
+        "    raise ValueError('bad value')\n"
+        "sys.exit(75)\n"
+    )
+    code, said = cluster.run(tmp_path, ["--nproc=2"], ["python", "job.py", str(tmp_path), "leave"])
+    assert code == 75, said
+    code, said = cluster.run(tmp_path, ["--nproc=2"], ["job.py", str(tmp_path), "fail"])
+    assert code == 1, said
+    assert "onstep launch: rank 1 failed: ValueError: bad value; its output is above\n" in said
+
+
+def test_a_scheduler_of_tune_ends_the_worse_trial(cluster: RayCluster, tmp_path: Path) -> None:
+    (tmp_path / "tune.py").write_text(TUNE)
+    driver = subprocess.run(
+        [sys.executable, "tune.py", cluster.address],
+        cwd=tmp_path, env=cluster.environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert driver.returncode == 0, driver.stderr[-4000:]
+    good, bad = json.loads(driver.stdout.splitlines()[-1])
+    assert good["step"] == 40
+    assert bad["step"] < 40
+    assert good["eval_loss"] < bad["eval_loss"]
+    assert good["checkpoint"] == str(tmp_path / "runs" / "0.003" / "checkpoints" / "checkpoint-40")
+
+
+TUNE = """\
+import json, os, sys
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+
+place = os.getcwd()
+
+
+def trial(parameters):
+    from onstep import pretrain
+    from onstep.config import apply_overrides
+    from onstep.integrations.ray import RayReport
+    from onstep.recipes import tiny_gpt_pretrain_config
+
+    config = tiny_gpt_pretrain_config()
+    config.run.name, config.run.output_dir = str(parameters["lr"]), place + "/runs"
+    small = ["train.train_iters=40", "scheduler.lr_warmup_iters=0", "model.num_layers=1", "model.hidden_size=32"]
+    small += ["model.seq_length=32", "dataset.seq_length=32", "train.global_batch_size=4", "train.micro_batch_size=4"]
+    small += ["validation.eval_iters=1", "validation.eval_interval=10", "checkpoint.save_interval=20"]
+    small += [f"optimizer.lr={parameters['lr']}", f"optimizer.min_lr={parameters['lr']}"]
+    small += [f"dataset.paths=[{os.path.dirname(json.__file__)}]", f"dataset.cache_dir={place}/tokens"]
+    apply_overrides(config, [*small, "dataset.split='80,10,10'", "logger.console=quiet"])
+    pretrain(config, callbacks=[RayReport(metric="eval_loss")])
+
+
+ray.init(address=sys.argv[1])
+tuner = tune.Tuner(
+    tune.with_resources(trial, {"cpu": 1}),
+    param_space={"lr": tune.grid_search([3e-3, 1e-9])},
+    tune_config=tune.TuneConfig(
+        metric="eval_loss", mode="min", max_concurrent_trials=1,
+        scheduler=ASHAScheduler(time_attr="step", max_t=40, grace_period=10, reduction_factor=2),
+    ),
+    run_config=tune.RunConfig(name="tune", storage_path=place + "/ray_results"),
+)
+found = []
+from onstep.integrations.ray import checkpoint_of
+
+for result in tuner.fit():
+    assert result.error is None, result.error
+    at = None if result.checkpoint is None else checkpoint_of(result.checkpoint)
+    found.append({"step": result.metrics["step"], "eval_loss": result.metrics["eval_loss"], "checkpoint": at})
+ray.shutdown()
+print(json.dumps(found))
+"""
 
 
 def test_the_callback_is_refused_outside_of_ray(tiny_config: ConfigContainer) -> None:

@@ -84,6 +84,7 @@ def ray_cluster(cpus: int = 4) -> Iterator[RayCluster]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(directory / "token"),
         "RAY_raylet_start_wait_time_s": "300",
+        "RAY_agent_register_timeout_ms": "300000",
         "RAY_worker_register_timeout_seconds": "300",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from onstep.errors import ConfigError, extra
+from onstep.errors import ConfigError, extra, named_text
 from onstep.launch.plan import ONSTEP_COMMANDS, PYTHONS, Nodes
 
 _ANSWER_SECONDS = 5.0
@@ -186,9 +186,8 @@ def _reason(error: Exception) -> str:
     if not failures:
         return " ".join(str(error).split())
     rank = min(failures, key=lambda rank: ("died" not in str(failures[rank]), rank))
-    lines = [line.strip() for line in str(failures[rank]).splitlines() if line.strip()] or [repr(failures[rank])]
-    said = (lines[-1] if "Traceback" in lines[0] else lines[0]).rstrip(".")
-    return f"rank {rank} failed: {said}; its output is above"
+    lines = [line.strip() for line in named_text(failures[rank]).splitlines() if line.strip()]
+    return f"rank {rank} failed: {lines[0].rstrip('.')}; its output is above"
 
 
 def _arguments(options: Options) -> str:

@@ -11,7 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -276,9 +276,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        with suppress(ConnectionError):  # the client was killed
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing."""

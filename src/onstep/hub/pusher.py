@@ -6,7 +6,7 @@ import logging
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,11 +65,18 @@ class Pusher:
         self._due: dict[str, Path] = {}
         """The whole checkpoints that the Hub lacks, by their names there."""
 
-    def sweep(self, directory: Path) -> None:
-        """Delete what the uploads of a process that was killed have left; this process holds the directory."""
-        for path in directory.glob(f"{_STAGED}*"):
-            if not path.name.startswith(self._prefix):
-                shutil.rmtree(path, ignore_errors=True)
+    def take_over(self, directory: Path, checkpoints: Sequence[Path] = ()) -> None:
+        """Delete what the uploads of a process that was killed have left; its checkpoints are then due.
+
+        Args:
+            directory: where it had its uploads; this process holds it.
+            checkpoints: those that are still there, oldest first.
+        """
+        left = [path for path in directory.glob(f"{_STAGED}*") if not path.name.startswith(self._prefix)]
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        for checkpoint in checkpoints if left else ():
+            self.note(checkpoint)
 
     def is_due(self) -> bool:
         """Whether a save that ends now is uploaded."""

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
+from onstep.checkpoint import checkpoints
 from onstep.errors import HubError, require
 from onstep.events import Callback, CallbackContext
 from onstep.hub.pusher import Pusher
@@ -56,8 +57,10 @@ class HubCallback(Callback):
         state: Any = context.state
         if context.rank != 0:
             return
-        for directory in () if state.run_dir is None else (state.run_dir.checkpoints, state.run_dir.model):
-            self._pusher.sweep(directory)
+        if state.run_dir is not None:
+            place = state.run_dir.checkpoints
+            self._pusher.take_over(state.run_dir.model)
+            self._pusher.take_over(place, [one.path for one in sorted(checkpoints(place), key=lambda one: one.step)])
         try:
             self._uploads.repository.create()
         except HubError as error:

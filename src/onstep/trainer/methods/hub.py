@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from onstep.checkpoint import checkpoints
 from onstep.distributed import World
 from onstep.errors import ConfigError, HubError
 from onstep.hub.pusher import Pusher
@@ -196,10 +197,14 @@ class HubMethods(SavingMethods, CallbackMethods):
         future.add_done_callback(warn)
 
     def sweep_uploads(self) -> None:
-        """Delete what the uploads of a process that was killed have left in the directory of the run, on rank 0."""
+        """Delete what the uploads of a process that was killed have left in the directory of the run, on rank 0.
+
+        The checkpoints that it has perhaps not uploaded come with the next upload.
+        """
         pusher, state = self._pusher_of_run(), self.global_state
         if pusher is not None and state is not None and state.run_dir is not None:
-            pusher.sweep(state.run_dir.checkpoints)
+            place = state.run_dir.checkpoints
+            pusher.take_over(place, [one.path for one in sorted(checkpoints(place), key=lambda one: one.step)])
 
     def finish_pushes(self, world: World) -> None:
         """Wait for the uploads of rank 0 on all ranks. Collective."""

@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.forked_processes import Processes, output_of
 from tests.support.slurm_cluster import Cluster
 from tests.support.train_command import JOBS
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.support.whole_runs import left_by
 
 PACED = Path(__file__).parent / "scripts" / "paced.py"
@@ -131,6 +131,6 @@ class SlurmRuns:
 
     def finish(self, name: str, job: str, restarts: int) -> dict[str, Any]:
         """The outcome, once the job has ended well after as many restarts."""
-        until(lambda: self.cluster.value(job, "JobState") == "COMPLETED", lambda: self.said(name))
+        until(lambda: self.cluster.value(job, "JobState") == "COMPLETED", lambda: self.said(name), seconds=3 * PATIENCE)
         assert self.cluster.value(job, "Restarts") == str(restarts), self.said(name)
         return left_by(self.run(name))

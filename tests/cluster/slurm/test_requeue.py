@@ -18,7 +18,7 @@ from tests.support.tracker_reading import comet_archives, mlflow_points, mlflow_
 from tests.support.waiting import until
 from tests.support.whole_runs import check_same, left_by
 
-pytestmark = [pytest.mark.process, pytest.mark.distributed]
+pytestmark = [pytest.mark.process, pytest.mark.distributed, pytest.mark.timeout(900)]
 
 LIMITS = 5
 
@@ -188,7 +188,6 @@ def test_without_scontrol_and_squeue_the_exit_code_requeues(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_job_that_is_preempted_before_each_first_step_ends_with_a_word(runs: SlurmRuns) -> None:
     (runs.place("stalled") / "asked").touch()
     job = runs.submit("stalled")

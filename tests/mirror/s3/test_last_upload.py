@@ -88,10 +88,9 @@ def test_a_second_signal_leaves_the_upload_to_the_next_start(runs: MirroredRuns,
     check_no_secret(tmp_path, runs.url)
 
 
-def in_a_job(machine: Path, seconds: float) -> dict[str, str]:
-    """The environment of a SLURM job that ends in so many seconds, where there is no squeue."""
-    end = str(int(time.time() + seconds))
-    return {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_END_TIME": end, "PATH": str(machine)}
+def seconds_left(machine: Path) -> float:
+    """Of its SLURM job, when the run on the machine had ended."""
+    return float((machine / "left.json").read_text())
 
 
 @pytest.mark.slow
@@ -103,15 +102,15 @@ def test_a_job_ends_so_early_that_its_upload_fits(runs: MirroredRuns, proxy: Pro
             time.sleep(4.0)
         return "pass"
 
-    proxy.decide, words = slow, ["train.exit_margin_seconds=4"]
-    for number, seconds, steps in ((1, 30.0, 4), (2, 40.0, 11)):
-        began, machine = time.monotonic(), tmp_path / f"machine-{number}"
-        environment = in_a_job(machine, seconds)
-        [child] = runs.start(machine, slow=2.5, words=words, environment=environment, save_interval=4)
-        assert child.wait() in (75, 0), output_of(machine)
-        assert time.monotonic() - began < seconds, "the allocation had ended"
-        assert committed(f"{runs.url}/run")[0] == recorded(machine)["step"] >= steps
+    proxy.decide, words = slow, ["train.exit_margin_seconds=6", "train.train_iters=100"]
+    for number, interval in ((1, 4), (2, None)):
+        machine = tmp_path / f"machine-{number}"
+        [child] = runs.start(machine, slow=1.0, words=words, ends_in=40.0, save_interval=interval)
+        assert child.wait() == 75, output_of(machine)
+        assert seconds_left(machine) > 0
+        assert committed(f"{runs.url}/run")[0] == recorded(machine)["step"] < 100
         assert lease_of(f"{runs.url}/run").upload_seconds >= 4.0
+    print(f"{[round(seconds_left(one), 1) for one in sorted(tmp_path.glob('machine-*'))]} s were left")
 
 
 @pytest.mark.slow
@@ -119,17 +118,11 @@ def test_a_job_whose_store_is_away_ends_with_75_before_its_end(
     runs: MirroredRuns, proxy: Proxy, tmp_path: Path
 ) -> None:
     proxy.decide, machine = held, tmp_path / "machine"
-    began, seconds = time.monotonic(), 25.0
-    [child] = runs.start(
-        machine,
-        slow=1.0,
-        words=["train.exit_margin_seconds=12", "train.train_iters=100"],
-        save_interval=None,
-        environment=in_a_job(machine, seconds),
-    )
+    words = ["train.exit_margin_seconds=12", "train.train_iters=100"]
+    [child] = runs.start(machine, slow=1.0, words=words, save_interval=None, ends_in=30.0)
     assert child.wait() == 75, output_of(machine)
-    assert time.monotonic() - began < seconds, "the allocation had ended"
+    assert seconds_left(machine) > 0
     assert f"because of the end of the SLURM job: {runs.url}/run lacks checkpoint" in output_of(machine)
     proxy.go.set()
-    assert runs.train(machine, words=["train.train_iters=100"]) == 0, output_of(machine)
+    assert runs.train(machine, words=words) == 0, output_of(machine)
     assert committed(f"{runs.url}/run")[0] == 100

@@ -88,9 +88,9 @@ def test_a_process_that_sleeps_past_its_lease_ends_and_what_it_wrote_does_not_co
     chance, ended = random.Random(5), []
     for number in range(8):
         url, place = f"{runs.url}-{number}", tmp_path / str(number)
-        [sleeper] = runs.start(place / "one", output_dir=url, slow=0.2)
+        [sleeper] = runs.start(place / "one", output_dir=url, slow=2.0)
         until(lambda url=url: committed(f"{url}/run"), lambda place=place: output_of(place / "one"))
-        time.sleep(chance.uniform(0.0, 1.0))
+        time.sleep(chance.uniform(0.0, 3.0))
         sleeper.send_signal(signal.SIGSTOP)
         [heir] = runs.start(place / "two", output_dir=url, slow=0.2)
         until(lambda place=place: "is done" in output_of(place / "two"), lambda place=place: output_of(place / "two"))

@@ -49,6 +49,9 @@ class Slow(Callback):
 
 def job_train(settings: dict[str, Any]) -> None:
     os.environ.update(settings["environment"])
+    ends_at = time.time() + settings.get("ends_in", 0.0)
+    if "ends_in" in settings:  # a SLURM job, where there is no squeue
+        os.environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(ends_at)), "PATH": os.getcwd()}
     config = small_config(settings)
     config.run.scratch_dir, config.run.lease_seconds = "scratch", settings.get("lease_seconds", 1.0)
     config.run.scratch_gib = settings.get("scratch_gib")
@@ -64,7 +67,10 @@ def job_train(settings: dict[str, Any]) -> None:
     manager.register("on_train_step_end", Takings(settings["attempt"]).note)
     manager.add([Slow(settings["slow"])] if "slow" in settings else [])
     manager.add([Kill(**settings["kill"])] if "kill" in settings else [])
-    pretrain(config, callbacks=manager)
+    try:
+        pretrain(config, callbacks=manager)
+    finally:
+        Path("left.json").write_text(json.dumps(ends_at - time.time()))
 
 
 def job_mirror(settings: dict[str, Any]) -> None:

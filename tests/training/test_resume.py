@@ -107,6 +107,14 @@ def test_the_newest_state_is_in_memory_until_the_run_is_over(make: Make, tmp_pat
     assert not there.exists()
 
 
+@IN_MEMORY
+def test_a_finished_run_leaves_nothing_in_memory_even_if_its_end_is_not_saved(make: Make) -> None:
+    words = ("checkpoint.save_interval=null", "checkpoint.save_at_end=false", "checkpoint.certify=false")
+    in_memory = ("checkpoint.non_persistent_save_interval=3", "checkpoint.non_persistent_place=memory")
+    pretrain(make("over", *words, *in_memory))
+    assert list(Path("/dev/shm").glob(f"onstep-{os.geteuid()}-over-*")) == []
+
+
 def test_the_comparison_is_red_where_the_random_state_is_left_out(make: Make) -> None:
     def configured(name: str) -> ConfigContainer:
         return make(name, "checkpoint.save_rng=false")

@@ -227,6 +227,8 @@ def _checkpoints(run: Run, notify: Dispatcher, claim: Claim | None) -> Iterator[
             if checkpoints is not None:
                 checkpoints.find()
             yield
+        if checkpoints is not None:
+            checkpoints.end()
     finally:
         if checkpoints is not None:
             checkpoints.close()

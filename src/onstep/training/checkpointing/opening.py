@@ -31,6 +31,7 @@ def own_checkpoints(state: Run, notify: Dispatcher, trained: Trained) -> Iterato
         checkpoints.find()
         checkpoints.load_progress(trained)
         yield
+        checkpoints.end()
     finally:
         checkpoints.close()
         state.checkpoints = None

@@ -50,7 +50,6 @@ from onstep.training.run import Run
 from onstep.training.runs.claims import Claim
 from onstep.training.runs.decisions import BRANCH, DecisionLog
 from onstep.training.runs.mirrored import retention_of
-from onstep.training.runs.run_dir import FINISHED
 from onstep.training.runs.sent_commands import everything_sent, steps_to_keep
 from onstep.training.stages.agreement import write_decision
 from onstep.training.stages.best_metric import note_best_checkpoint
@@ -87,6 +86,7 @@ class RunCheckpoints:
         self.failure: str | None = None
         self.some_rank_writes = False
         self._memory: StateInMemory | None = None
+        self._is_over = False
         self._saved_step: int | None = None
         """The step of the newest checkpoint on the disk that this process knows of."""
         self._identity: Mapping[str, str] = {} if claim is None else claim.identity
@@ -321,12 +321,15 @@ class RunCheckpoints:
                 if self._following(self.manager.finalize):
                     self.failure = self.manager.failure
 
+    def end(self) -> None:
+        """Note that no error has ended the run; if nothing else has cut it short either, nobody continues it."""
+        self._is_over = self.state.exits.decided is None and not self.state.ending.by_anomaly
+
     def close(self) -> None:
         """Release threads and buffers. A single rank makes a pending save durable; several ranks abandon it."""
         self.manager.close()
         if self._memory is not None:
-            is_over = self.state.ending.ended in FINISHED and self.failure is None
-            self._memory.close(saved=self._saved_step, is_over=is_over)
+            self._memory.close(saved=self._saved_step, is_over=self._is_over and self.failure is None)
         self._place.release()
 
     def _save(self, request: SaveRequest, reason: str) -> None:

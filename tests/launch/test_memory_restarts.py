@@ -212,3 +212,4 @@ def test_what_cannot_be_is_refused_in_one_line(
     said = [line for line in found.stderr.splitlines() if says in line]
     assert len(said) == 1, found.stderr
     assert "Traceback" not in found.stderr
+    assert list(Path("/dev/shm").glob(f"onstep-{os.geteuid()}-refused-*")) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,10 @@ class NodeMemory:
         others = self.nodes[(number + 1) % len(self.nodes)]
         return others[self.nodes[number].index(rank) % len(others)]
 
+    def remove_if_empty(self) -> None:
+        """Remove the directory, unless it has something."""
+        _remove_if_empty(self.directory)
+
     @property
     def free_bytes(self) -> int:
         """What the file system has left."""
@@ -72,12 +77,18 @@ def open_node_memory(world: World, parent: Path, name: str) -> NodeMemory:
     places: dict[object, str] = {}
     for node, where in named:
         if places.setdefault(where, node) != node:
+            _remove_if_empty(directory)
             raise ConfigError(
                 f"nodes {places[where]} and {node} have the same memory, {directory}: the loss of one would be that of "
                 f"both; start one launch a machine, or give each one a directory of its own by a variable in "
                 f"checkpoint.memory_dir."
             )
     return NodeMemory(directory, tuple(nodes.values()), list(nodes).index(names[world.rank]))
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):
+        directory.rmdir()
 
 
 def check_memory_file_system(directory: Path) -> None:

@@ -50,6 +50,7 @@ def open_state_in_memory(run: Run, root: Path, on_kept: Callable[[SaveRequest], 
     name = f"{'run' if run.run_dir is None else directory.name}-{digest}"
     memory = open_node_memory(run.world, Path(os.path.expandvars(config.memory_dir)).expanduser(), name)
     if config.memory_partner and len(memory.nodes) == 1:
+        memory.remove_if_empty()
         raise ConfigError(
             "checkpoint.memory_partner=true requires at least two nodes, but this run has one; set it to null, which "
             "copies where there is a second node."
@@ -171,6 +172,7 @@ class StateInMemory:
         newest = self._checkpoints.newest
         is_older = newest is None or (saved is not None and newest <= saved)
         self._checkpoints.close(removes=self._line is not None and (is_over or is_older))
+        self._memory.remove_if_empty()  # of a start that was refused
         if is_over and self._run.world.is_main:
             self._note.unlink(missing_ok=True)
 

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a file system in memory"),
 ]
-JOBS = "tests.support.jobs.memory_jobs"
+JOBS = "tests.support.jobs.in_memory_jobs"
 
 
 @pytest.fixture(scope="module")

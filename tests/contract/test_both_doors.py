@@ -313,7 +313,6 @@ ONE_DOOR = {
     "checkpoint.pretrained_checkpoint": "pretrain records its revision on the Hub; a Trainer's model has a name",
     "checkpoint.resume": "a Trainer decides by it whether a run that is there goes on, as Hugging Face's argument says",
     "run.name": "a Trainer trains again into the directory that it owns",
-    "run.output_dir": "a Trainer trains again into the directory that it owns",
     "logger.console": "a Trainer's constructor chooses its default callbacks by it, before any run",
     **dict.fromkeys(
         ("run.recipe", "scheduler.lr_warmup_iters"),
@@ -377,6 +376,7 @@ UNREAD = {
     **{f"ft.{name}": FAULT for name in ("simulated_fault_type", "simulated_fault_rank", "simulated_fault_base_delay")},
     **{key: NVRX for key in KEYS if key.startswith("nvrx_straggler.") and key != "nvrx_straggler.enabled"},
     **{f"run.{name}": "of a run in an object store" for name in ("scratch_dir", "scratch_gib", "lease_seconds")},
+    "run.output_dir": "read as run.local_output_dir, which the section derives from it",
     "run.default_callbacks": "of Trainer and the command line: pretrain adds no callbacks",
 }
 """Keys that none of these runs reads, and why; code that both doors share reads them where they count."""

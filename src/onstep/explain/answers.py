@@ -30,7 +30,11 @@ _THERE = {
     "args.accelerator_config": ["transformers.trainer_pt_utils.AcceleratorConfig"],
 }
 _HERE = {
-    "trainer": ["onstep.trainer.seq2seq.Seq2SeqTrainer", "onstep.trainer.computing.attributes.set_attributes"],
+    "trainer": [
+        "onstep.trainer.seq2seq.Seq2SeqTrainer",
+        "onstep.trainer.computing.attributes.set_attributes",
+        "onstep.trainer.computing.attributes.follow_arguments",
+    ],
     "args": ["onstep.config.hf.seq2seq.Seq2SeqTrainingArguments"],
     "state": ["onstep.events.run_state.RunState"],
     "control": ["onstep.events.control.Control"],

@@ -259,12 +259,13 @@ def test_workers_survive_a_signal_to_the_process_group(process: Start, tmp_path:
     assert (result["received"], result["given_up"]) == (True, None)
 
 
-def end_with_its_workers(running: Child, loader: str, workers: list[int]) -> None:
-    """A plain loader's workers die of the signal that the group gets; ours, of nothing less than SIGKILL."""
+def end_with_its_workers(running: Child, loader: str, workers: list[int], output: Path) -> None:
+    """A plain loader's workers die of the signal that the group gets; ours, of nothing less than SIGKILL, after it."""
     if loader == "plain":
         os.killpg(running.pid, signal.SIGTERM)
         return
     os.kill(running.pid, signal.SIGTERM)
+    wait_until(lambda: "SIGTERM" in output.read_text(), running)
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
 
@@ -275,7 +276,7 @@ def test_workers_that_end_with_the_signal_end_the_wait_and_nothing_else(
 ) -> None:
     running = process("workers", timeout=None, loader=loader)
     wait_for(tmp_path / "seen", running)
-    end_with_its_workers(running, loader, [wait_for(tmp_path / "waiting", running)])
+    end_with_its_workers(running, loader, [wait_for(tmp_path / "waiting", running)], tmp_path / "rank-0.out")
     result = wait_for(tmp_path / "result", running)
     assert running.wait() == 75
     assert result["received"]
@@ -287,7 +288,7 @@ def test_workers_that_end_with_the_signal_end_the_wait_and_nothing_else(
 @pytest.mark.parametrize("loader", ["ours", "plain"])
 def test_workers_that_end_with_the_signal_do_not_interrupt_a_step(process: Start, tmp_path: Path, loader: str) -> None:
     running = process("step", loader=loader)
-    end_with_its_workers(running, loader, wait_for(tmp_path / "ready", running))
+    end_with_its_workers(running, loader, wait_for(tmp_path / "ready", running), tmp_path / "rank-0.out")
     assert wait_for(tmp_path / "result", running) is True
     assert running.wait() == 0
 

@@ -98,3 +98,20 @@ def test_what_is_due_is_said_with_its_size(tmp_path: Path) -> None:
         (mirror.directory / name).stat().st_size for name in ("run.json", "record.jsonl")
     )
     mirror.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_last_upload_that_ends_by_an_unexpected_error_is_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = attach(place_of(f"file://{tmp_path}/store/run", tmp_path), Retention())
+    commit(mirror, 1)
+
+    def fail(files: RunFiles, renew: object) -> None:
+        raise RuntimeError("a fault of the test")
+
+    monkeypatch.setattr(RunFiles, "upload", fail)
+    mirror.close()
+    assert mirror.unfinished is not None
+    assert "The same command on this machine uploads it" in mirror.unfinished
+    mirror.abandon()

@@ -14,6 +14,7 @@ import pytest
 from onstep import Callback, pretrain
 from onstep.config import apply_overrides
 from onstep.errors import RunExistsError
+from onstep.mirror.mirror import Mirror
 from onstep.slurm.allocation import Allocation
 from onstep.training.runs.allocation_limit import AllocationLimit
 from onstep.training.runs.signals import Preempted
@@ -103,6 +104,18 @@ def test_what_is_left_must_hold_the_margin_the_longest_step_and_the_longest_save
     assert 0 <= 47.0 - limit.seconds_left < 7.0
     monkeypatch.setattr(Allocation, "ends_at", lambda allocation: 2000.0)
     assert not limit.is_near(), "the limit was raised"
+
+
+def test_a_run_in_a_store_leaves_while_its_upload_still_fits(
+    ends_in: Any, corpus: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_in(3600)
+    words = [f"run.output_dir=file://{tmp_path}/store", f"run.scratch_dir={tmp_path}/scratch"]
+    monkeypatch.setattr(Mirror, "seconds_to_upload", 4000.0)
+    with pytest.raises(Preempted):
+        start(corpus, token_cache, *words)
+    monkeypatch.setattr(Mirror, "seconds_to_upload", 40.0)
+    assert start(corpus, token_cache, *words).train_state.step == 6
 
 
 class IsAskedBeforeTheFirstStep(Callback):

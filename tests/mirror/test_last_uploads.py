@@ -115,3 +115,6 @@ def test_a_last_upload_that_ends_by_an_unexpected_error_is_unfinished(
     assert mirror.unfinished is not None
     assert "The same command on this machine uploads it" in mirror.unfinished
     mirror.abandon()
+    for thread in threading.enumerate():
+        if thread.name == "onstep-last-upload":
+            thread.join()  # its error is reported within this test

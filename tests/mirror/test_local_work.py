@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,33 @@ def test_a_checkpoint_that_goes_before_it_is_uploaded_is_named(
     assert [text for text in caplog.messages if "scratch_gib" in text] == [
         "checkpoint 3 is deleted to keep to run.scratch_gib, and is not known to be in the store"
     ]
+
+
+def test_links_to_a_deleted_checkpoint_count_as_local_space_from_their_first_request(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, valid, go = 100_000, RemoteCheckpoints.valid, threading.Event()
+    mirror = attach(place_of(url, tmp_path, limit_bytes=3.5 * size), Retention())
+    mirror.sync()
+
+    def wait_with_links(remote: RemoteCheckpoints, lease: LeaseState | None) -> Any:
+        if (tmp_path / ".mirrored" / mirroring.UPLOADING).exists():
+            go.wait()
+        return valid(remote, lease)
+
+    monkeypatch.setattr(RemoteCheckpoints, "valid", wait_with_links)
+    monkeypatch.setattr(mirroring, "LOOK_SECONDS", 0.02)
+    commit(mirror, 3, size=size)
+    mirror.start()
+    until(lambda: (tmp_path / ".mirrored" / mirroring.UPLOADING).exists())
+    for step in (4, 5, 6):
+        commit(mirror, step, size=size)
+    until(lambda: 4 not in steps(mirror))
+    time.sleep(0.2)  # the same look may delete more
+    files = {path.stat().st_ino for path in tmp_path.rglob("model.safetensors") if path.stat().st_size > size}
+    go.set()
+    mirror.close()
+    assert len(files) == 2
 
 
 def _refuse(*_: object) -> None:

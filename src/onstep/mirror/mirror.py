@@ -87,7 +87,7 @@ class Mirror:
         self._uploading: tuple[int, float] | None = None
         """The step of the checkpoint that is uploaded now, and when that began."""
         self._held: tuple[int, int] | None = None
-        """Its step and its size."""
+        """The step and the size of the checkpoint that has links, whether it is in the store or not."""
         self._threads: list[threading.Thread] = []
         self._turn = threading.Lock()
 
@@ -193,12 +193,11 @@ class Mirror:
             if not (self.directory / "run.json").exists():
                 return  # somebody has removed the directory, or a start that failed
             infos = checkpoints(self.root)
-            local = {info.step: info.path for info in infos}
             self._set_aside_others(infos)
-            for step in sorted(local, reverse=True):
-                with linked(local[step], self._options.workplace / UPLOADING) as source:
-                    if source is not None:
-                        self._upload(source, step)
+            self._uploaded = {step for step, _ in _seals(infos) & {(one.step, one.seal) for one in self._valid()}}
+            for info in sorted(infos, key=lambda info: info.step, reverse=True):
+                if info.step not in self._uploaded:
+                    self._upload_links(info)
             self.files.upload(self.lease.renew)
             self._delete_surplus()
 
@@ -217,14 +216,22 @@ class Mirror:
             self.lease.renew()
             self.remote.set_aside(abandoned)
 
+    def _upload_links(self, info: CheckpointInfo) -> None:
+        self._held = info.step, info.manifest.size_bytes
+        try:
+            with linked(info.path, self._options.workplace / UPLOADING) as source:
+                if source is not None:
+                    self._upload(source, info.step)
+        finally:
+            self._held = None
+
     def _upload(self, source: Path, step: int) -> None:
         seal = seal_of((source / MANIFEST).read_bytes())
         there = [one for one in self._valid() if one.step == step]
         if any(one.seal == seal for one in there):
             self._uploaded.add(step)
             return
-        self._uploaded.discard(step)  # it was another checkpoint of the same step
-        self._held = step, self._shared.expect(source)
+        self._shared.expect(source)
         self._uploading = step, time.monotonic()
         try:
             name = name_of(step, self.lease.epoch, seal)
@@ -232,7 +239,7 @@ class Mirror:
                 source, name, lambda *given: self._shared.upload(self.bucket, *given), self._before_manifest
             )
         finally:
-            self._uploading = self._held = None
+            self._uploading = None
         self._uploaded.add(step)
         self.remote.delete(there)
 
@@ -285,11 +292,12 @@ class Mirror:
                 self._done = state
 
     def _try(self) -> bool:
-        """Upload what is due; whether that worked."""
+        """Upload what is due; whether that worked, and nothing may have become due in an outage that began meanwhile."""
         if self.lost is not None:
             return False
+        was_away = self._outage.is_on
         try:
-            if self._outage.is_on:
+            if was_away:
                 self.bucket.get(LEASE)
                 self._outage.answered()
             self.sync()
@@ -299,8 +307,9 @@ class Mirror:
             if not self._given_up.is_set():
                 self._outage.failed(str(error))
         else:
-            self._outage.ended()
-            return True
+            if was_away or not self._outage.is_on:
+                self._outage.ended()
+                return True
         return False
 
     def _finish(self) -> bool:

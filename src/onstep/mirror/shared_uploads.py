@@ -70,15 +70,14 @@ class SharedUploads:
             self._sizes = {}
             shutil.rmtree(self._place, ignore_errors=True)
 
-    def expect(self, source: Path) -> int:
-        """The bytes of a directory that is about to be uploaded; until then, all of it counts as left.
+    def expect(self, source: Path) -> None:
+        """Let all of a directory count as left, until its upload begins.
 
         Args:
             source: the local directory.
         """
         size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
         self._sizes = {"": size}
-        return size
 
     @property
     def left_bytes(self) -> int:

@@ -66,6 +66,11 @@ evaluation, `load` the components of a checkpoint. The others belong to what is 
 FLOPs of a logging interval, the final metrics, an evaluation inside the loop, and a checkpoint."""
 
 
+Need = Literal["loss", "backward", "replay"]
+"""What a feature may rely on of the engine that runs a step: a loss of each micro-batch on this rank (`before_backward`
+is then called for each), a backward pass right after each forward pass, and that a step can be run again."""
+
+
 def is_due(step: int, every: int | None, *, start: int = 0) -> bool:
     """Whether an action that happens every `every` steps, from `start` on, is due at `step`.
 
@@ -109,7 +114,7 @@ class Hooks:
         """A micro-batch is on the device."""
 
     def before_backward(self, step: Step, micro: MicroLoss, start: Scalar | None) -> None:
-        """The loss of a micro-batch is known, and what its backward pass starts from."""
+        """The loss of a micro-batch is known, and what its backward pass starts from. Only on a rank with a loss."""
 
     def before_update(self, step: Step) -> None:
         """The gradients are unscaled, measured and clipped, and checked by the gate; they may still be changed."""
@@ -204,6 +209,8 @@ class Feature(Hooks, Generic[Host]):
     """It reads weights after an update, outside of `pause`: gathers that the update has started end first."""
     evaluates_last_step: bool = False
     """An evaluation is due at the last step, inside the loop."""
+    needs_of_engine: tuple[Need, ...] = ()
+    """What it relies on of the engine; a run whose engine does not give it is refused."""
     has_state: bool = False
     """Checkpoints save the `state_dict()` of `stateful`, and restore it with `load_state_dict()`."""
 

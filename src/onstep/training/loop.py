@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from onstep.data import StepBatches
 from onstep.training.compute.loss_sums import reduce_step
-from onstep.training.compute.step import LastStep, MicroBatches, Step, mean_loss
+from onstep.training.compute.step import LastStep, Step
+from onstep.training.engines import engine_of
 from onstep.training.stages import actions
 from onstep.training.stages import data_position as position
 from onstep.training.stages import forward_backward as compute
@@ -25,9 +26,7 @@ class Loop:
         self.iterate: Callable[[], bool] = wrap("iterate", self.read_and_train)
         self.read: Callable[[], StepBatches | None] = wrap("read", lambda: position.read(job))
         self.train_step: Callable[[Step], None] = wrap("step", self.compute_and_update)
-        self.compute: Callable[[Step], None] = wrap("compute", self.forward_backward)
-        self.forward: compute.ForwardPass = wrap("forward", compute.forward_of(job))
-        self.backward: Callable[..., None] = wrap("backward", compute.backward_of(job))
+        self.compute: Callable[[Step], None] = wrap("compute", engine_of(job).compute)
         self.update: Callable[[Step], None] = wrap("update", self.prepare_and_apply)
 
     def train(self) -> None:
@@ -112,29 +111,6 @@ class Loop:
         if step.applied and self.job.scheduler is not None:
             self.job.scheduler.step(self.job.schedule_increment(step.batches))
         self.notify.on_train_metrics(step)
-
-    def forward_backward(self, step: Step) -> None:
-        """Run forward and backward of each micro-batch; ranks exchange gradients with the last one."""
-        job, on, notify = self.job, self.on, self.notify
-        compute.clear_gradients(job)
-        on.after_zero_grad()
-        micro_batches, step.micros = MicroBatches(step.batches, self.run.world.device), []
-        last = len(step.batches.micro_batches) - 1
-        for index in range(last + 1):
-            batch, is_filler = micro_batches.stage(index), step.batches.is_filler[index]
-            on.before_micro_batch(is_filler)
-            notify.on_forward_backward_start(micro_batch=batch)
-            with compute.exchanging(job, index == last):
-                micro = self.forward(micro_batches, batch, is_filler)
-                start = compute.backward_start_of(job, micro, last + 1)
-                on.before_backward(step, micro, start)
-                self.backward(micro, start)
-            micro.keep()
-            step.micros.append(micro)
-            if notify.on.on_forward_backward_end:
-                notify.on_forward_backward_end(micro_batch=batch, loss=mean_loss([micro]))
-            if index < last:
-                notify.on_substep_end()
 
     def prepare_and_apply(self, step: Step) -> None:
         """Unscale, measure and clip the gradients; then apply them, unless a gate rejects them."""

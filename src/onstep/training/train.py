@@ -37,7 +37,7 @@ from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, 
 from onstep.training.run import Run
 from onstep.training.run_job import run_job
 from onstep.training.stages.ending import Leave
-from onstep.training.stages.forward_step import only_chunk
+from onstep.training.stages.forward_step import check_chunks
 from onstep.training.stages.job import Job
 from onstep.training.stages.progress_log import (
     compute_throughputs_and_append_to_progress_log,
@@ -178,7 +178,7 @@ def train_step(
         NonFiniteError: with `train.on_nonfinite` raise, for a loss or gradient norm that is NaN or infinite.
         AnomalyError: for a spike, with `anomaly.on_spike` raise.
     """
-    only_chunk(model)
+    check_chunks(model)
     check_groups(pg_collection, global_state.world)
     batches = step_batches(data_iterator, global_state.num_microbatches, global_state.world.data.size)
     loop = _loop_of(forward_step_func, model, optimizer, scheduler, global_state, notify)

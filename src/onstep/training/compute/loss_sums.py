@@ -11,9 +11,13 @@ from torch import Tensor
 
 from onstep.distributed import World
 from onstep.errors import ConfigError, LossError
-from onstep.training.compute.losses import MicroLoss, Scalar, as_scalar, described
+from onstep.training.compute.losses import Kind, MicroLoss, Scalar, as_scalar, described
 
 _REPORT = "a dict of means, or of (sum, count), by name"
+
+
+LocalSums = tuple[Tensor, Scalar, Scalar | None]
+"""(numerator, weight, labels) of some micro-batches on this rank; labels are None if unknown."""
 
 
 @dataclass(slots=True)
@@ -24,6 +28,10 @@ class StepLoss:
     weight: Scalar
     tokens: Scalar | None
     reports: dict[str, Tensor] = field(default_factory=dict)
+    kind: Kind = "sum"
+    """What the loss function returned."""
+    own: LocalSums | None = None
+    """The sums over this rank's samples, where its part of the model ends in no loss."""
 
     def value(self) -> Tensor:
         """0-d tensor on the device."""
@@ -40,7 +48,7 @@ def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
     """
     first = micros[0]
     if len(micros) == 1 and world.data.num_parts == 1 and not first.report:
-        return StepLoss(_counted(first), first.weight if first.kind == "sum" else 1.0, first.tokens)
+        return StepLoss(_counted(first), first.weight if first.kind == "sum" else 1.0, first.tokens, kind=first.kind)
     if len({micro.kind == "share" for micro in micros}) > 1:
         raise LossError(
             "The loss function returned a LossShare for some micro-batches of a step and something else for others; "
@@ -50,7 +58,7 @@ def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
     numerator, weight, tokens, reports = _sums(micros, local, world)
     dtype, device = local[0].dtype, numerator.device
     means = {key: as_scalar(top / at_least_one(bottom), dtype, device) for key, (top, bottom) in reports.items()}
-    return StepLoss(numerator.to(dtype), 1.0 if first.kind == "share" else weight, tokens, means)
+    return StepLoss(numerator.to(dtype), 1.0 if first.kind == "share" else weight, tokens, means, first.kind)
 
 
 def evaluation_sums(micros: list[MicroLoss], world: World) -> dict[str, tuple[Tensor, Tensor]]:
@@ -81,7 +89,7 @@ def is_known(weight: Scalar, number: int) -> bool:
     return not isinstance(weight, Tensor) and weight == number
 
 
-def local_sums(micros: list[MicroLoss]) -> tuple[Tensor, Scalar, Scalar | None]:
+def local_sums(micros: list[MicroLoss]) -> LocalSums:
     """(numerator, weight, labels) of some micro-batches on this rank; labels are None if unknown."""
     losses = [_counted(micro) * micro.weight if micro.kind == "mean" else _counted(micro) for micro in micros]
     weight: Scalar = 0
@@ -136,7 +144,7 @@ def _local_report(micros: list[MicroLoss], key: str) -> tuple[Scalar, Scalar]:
 
 
 def _sums(
-    micros: list[MicroLoss], local: tuple[Tensor, Scalar, Scalar | None], world: World, without: str = ""
+    micros: list[MicroLoss], local: LocalSums, world: World, without: str = ""
 ) -> tuple[Tensor, Scalar, Scalar | None, dict[str, tuple[Scalar, Scalar]]]:
     """The local sums and those of each report over all ranks; in float64 if there are several. Collective."""
     numerator, weight, tokens = local

@@ -105,7 +105,7 @@ class Step:
     """Starts at 1 for the first step of a run."""
     batches: StepBatches
     micros: list[MicroLoss] = field(default_factory=list)
-    """The losses of its micro-batches on this rank."""
+    """The losses of its micro-batches on this rank; none where its part of the model ends in no loss."""
     total: StepLoss = field(init=False)
     """The loss over all micro-batches and ranks, once forward and backward passes are done."""
     factor: Scalar | None = None
@@ -143,13 +143,18 @@ class Step:
 
     @cached_property
     def loss(self) -> Tensor:
-        """This rank's mean loss, not reduced over the ranks."""
-        return mean_loss(self.micros)
+        """The mean loss of this rank's samples, not reduced over the ranks."""
+        own = None if self.micros else self.total.own
+        if own is None:
+            return mean_loss(self.micros)
+        numerator, weight, _ = own
+        return numerator if self.total.kind == "share" else numerator / at_least_one(weight)
 
     @property
     def tokens(self) -> Tensor | None:
         """The number of labels that this rank trained on, as a device tensor; None if unknown."""
-        tokens = local_sums(self.micros)[2]
+        own = None if self.micros else self.total.own
+        tokens = (local_sums(self.micros) if own is None else own)[2]
         return None if tokens is None else as_scalar(tokens, torch.int64, self.loss.device)
 
 

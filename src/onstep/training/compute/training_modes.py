@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from onstep.events.context import unwrap
@@ -11,11 +13,12 @@ class TrainingModes:
     """The mode of each submodule, noted while the model trains, such as batch norms that the user keeps in evaluation.
 
     Args:
-        model: the model as the loop trains it, with its wrapper.
+        model: the chunks of the model as the loop trains them, with their wrappers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.module: nn.Module = unwrap(model)
+    def __init__(self, model: Sequence[nn.Module]) -> None:
+        self.module: nn.Module = unwrap(model[0])
+        """The first chunk, whose mode is that of the others."""
         self.epoch: int | None = None
         """The epoch in which the modes were noted; None before the first."""
         self._model = model
@@ -28,5 +31,5 @@ class TrainingModes:
                 if module.training is not was_training:
                     module.train(was_training)
         if self.module.training:
-            self._modes = {module: module.training for module in self._model.modules()}
+            self._modes = {module: module.training for chunk in self._model for module in chunk.modules()}
             self.epoch = epoch

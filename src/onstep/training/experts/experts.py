@@ -31,6 +31,7 @@ class Experts(Feature[Job]):
     when = "the model has routers or multi-token prediction"
     collective = True
     has_state = True
+    needs_of_engine = ("loss", "backward")
 
     @classmethod
     def wanted(cls, host: Job) -> bool:

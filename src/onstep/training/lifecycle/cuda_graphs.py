@@ -28,6 +28,7 @@ class CudaGraphs(Feature[Job]):
     """
 
     name = "cuda_graphs"
+    needs_of_engine = ("loss", "backward")
     when = "train.torch_compile_mode is reduce-overhead or max-autotune, or the model is compiled so"
 
     @classmethod

@@ -19,6 +19,7 @@ class AttentionLogits(Feature[Job]):
     name = "attention_logits"
     when = "model.log_max_attention_logit"
     collective = True
+    needs_of_engine = ("loss",)
 
     @classmethod
     def wanted(cls, host: Job) -> bool:

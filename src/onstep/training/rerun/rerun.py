@@ -61,6 +61,8 @@ class RerunMachine(Feature[Job]):
         )
         self.machine.current_iteration = self._run.train_state.step
         self.has_state = self.machine.is_enabled or self._run.is_resumed
+        if self.machine.is_enabled:
+            self.needs_of_engine = ("loss", "replay")
 
     def begin(self) -> None:
         """Number the steps from the run's current step; a disabled machine has nothing to save."""

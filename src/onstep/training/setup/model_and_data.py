@@ -41,7 +41,7 @@ from onstep.training.setup.placement import is_sharded, place
 from onstep.training.setup.pretrained import PretrainedSource, find_pretrained, load_pretrained, load_quantized
 from onstep.training.setup.quantized_base import quantized_model
 from onstep.training.setup.weight_types import set_weight_types, type_at_first
-from onstep.training.stages.forward_step import only_chunk
+from onstep.training.stages.forward_step import check_chunks
 
 PRETRAINED_TIMER = "load-pretrained-checkpoint"
 
@@ -79,7 +79,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):  # what hooks draw depends on the seed too, such as a new head's weights
         torch.manual_seed(config.rng.seed)
         chunks = run_hooks([language_model], pre_wrap_hooks)
-    only_chunk(chunks)
+    check_chunks(chunks)
     set_weight_types(chunks, config)
     if weights is None or source is None:
         return place(chunks, world, config, weights=weights)

@@ -28,7 +28,7 @@ from onstep.training.run import Run
 from onstep.training.stages.agreement import agree
 from onstep.training.stages.evaluation_batches import eval_batches
 from onstep.training.stages.exits import CurrentEvaluation, EvaluationInterrupted, exit_if_decided
-from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
+from onstep.training.stages.forward_step import check_chunks, prepare_forward_step_func
 from onstep.training.stages.record import keep
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def evaluate(
         EvaluationInterrupted: if a signal ended it or, inside the training loop, a time limit: the loop saves the state
             from before it.
     """
-    only_chunk(model)  # before any event
+    check_chunks(model)  # before any event
     check_ranks(model, state.world)
     state.model_casts = casts_weights(model)
     check_groups(pg_collection, state.world)
@@ -293,7 +293,7 @@ def _results(
     state: Run, forward_step_func: ForwardStep, step: StepBatches, model: list[nn.Module], **asked: bool
 ) -> Iterator[tuple[Batch, object]]:
     """A batch's micro-batches, each with its loss function's result; None for data without labels."""
-    micro_batches, chunk = MicroBatches(step, state.world.device), only_chunk(model)
+    micro_batches, [chunk] = MicroBatches(step, state.world.device), model
     iterator = micro_batches if step.has_data else None
     for index in range(len(micro_batches)):
         batch = micro_batches.stage(index)

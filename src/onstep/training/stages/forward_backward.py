@@ -15,7 +15,6 @@ from onstep.training.compute.forward_errors import call_forward_step
 from onstep.training.compute.loss_sums import divisor, is_known
 from onstep.training.compute.losses import MicroLoss, Scalar, read_loss
 from onstep.training.compute.step import MicroBatches, Step
-from onstep.training.stages.forward_step import only_chunk
 from onstep.training.stages.job import Job, check_for_gradients
 
 ForwardPass = Callable[[MicroBatches, Batch, bool], MicroLoss]
@@ -24,7 +23,7 @@ ForwardPass = Callable[[MicroBatches, Batch, bool], MicroLoss]
 
 def forward_of(job: Job) -> ForwardPass:
     """The forward pass of one micro-batch, in the run's precision."""
-    run, forward_step_func, model = job.run, job.forward_step_func, only_chunk(job.model)
+    run, forward_step_func, [model] = job.run, job.forward_step_func, job.model
     weighting, modes, progress = run.cfg.train.loss_weighting, job.modes, run.train_state
     module = modes.module
 
@@ -81,9 +80,9 @@ def gradient_factor_of(job: Job, step: Step) -> Scalar | None:
     if not job.has_gradients:
         check_for_gradients(job)
     run, size, divisor_of_sum = job.run, job.run.world.data.size, job.divisor
-    if step.micros[0].kind == "share":  # a user's own backward pass is made for an average over the ranks
+    if step.total.kind == "share":  # a user's own backward pass is made for an average over the ranks
         return divisor_of_sum / size if job.runs_backward and divisor_of_sum != size else None
-    if len(step.micros) == 1 and size == divisor_of_sum == 1:
+    if len(step.batches.micro_batches) == 1 and size == divisor_of_sum == 1:
         return None
     factor = run.nominal_step_size * divisor_of_sum / divisor(step.total.weight, step.total.numerator)
     return None if is_known(factor, 1) else factor

@@ -37,12 +37,8 @@ def forward_step(
     return loss_sum, partial(next_token_loss, batch)
 
 
-def only_chunk(model: Sequence[nn.Module]) -> nn.Module:
-    """The single chunk of a model.
-
-    Raises:
-        ConfigError: for any other number of chunks, or a model that is not a list.
-    """
+def check_chunks(model: Sequence[nn.Module]) -> None:
+    """Refuse (ConfigError) what no engine runs: a model that is not a list, or other chunks than one."""
     if not isinstance(model, (list, tuple)):
         raise ConfigError(f"model must be a list with one module, got {type(model).__name__}; pass [model].")
     if len(model) != 1:
@@ -51,7 +47,6 @@ def only_chunk(model: Sequence[nn.Module]) -> nn.Module:
             f"a pipeline, which Onstep does not have, so that all but the first would be left out. Pass one module "
             f"that contains them."
         )
-    return model[0]
 
 
 def next_token_loss(batch: dict[str, Tensor], loss_sum: Tensor) -> tuple[Tensor, Scalar, dict[str, object]]:

@@ -39,7 +39,7 @@ from onstep.training.compute.training_modes import TrainingModes
 from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, Trained, UserOptimizer, UserScheduler
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.run import Run
-from onstep.training.stages.forward_step import only_chunk, prepare_forward_step_func
+from onstep.training.stages.forward_step import check_chunks, prepare_forward_step_func
 from onstep.training.stages.left_out import LeftOut, check_trains, first_of
 from onstep.training.stages.record import RunStart
 
@@ -98,7 +98,7 @@ class Job:
         """
 
         def made() -> Job:
-            only_chunk(model)
+            check_chunks(model)
             check_weights(model)
             reshard(model)
             check_ranks(model, run.world)
@@ -158,7 +158,7 @@ class Job:
         """Samples of every full step, if constant throughout the run."""
         self.chunks_with_buffers: list[Any] = [one for one in self.model if hasattr(type(one), "zero_grad_buffer")]
         """Chunks that manage their own gradient buffers."""
-        self.modes = TrainingModes(self.model[0])
+        self.modes = TrainingModes(self.model)
         self.left_out = LeftOut(self.model)
         self.has_warned_of_gradients = False
         """Whether parameters without a gradient have been looked for."""

@@ -277,12 +277,11 @@ class RunStart:
 
 def log_weighting(run: Run, step: Step) -> None:
     """Log once how mean losses are weighted, which only the first micro-batch shows; `Trainer` logs this itself."""
-    micro = step.micros[0]
-    if micro.kind != "mean" or run.entry_point.names_loss or not run.world.is_main:
+    if step.total.kind != "mean" or run.entry_point.names_loss or not run.world.is_main:
         return
     unit = run.cfg.train.loss_weighting
     if unit == "auto":
-        unit = "samples" if micro.tokens is None else "tokens"
+        unit = "samples" if step.total.tokens is None else "tokens"
     logger.info("loss: means of micro-batches, weighted by their %s (train.loss_weighting)", unit)
 
 

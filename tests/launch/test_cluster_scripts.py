@@ -153,16 +153,31 @@ def test_without_ray_one_line_says_how_to_install_it(capsys: pytest.CaptureFixtu
         ([], "requires what to run: onstep launch -- train tiny_gpt"),
         (["trian"], "got 'trian'"),
         (["gone.py"], "gone.py: the file does not exist"),
+        (["python", "gone.py"], "gone.py: the file does not exist"),
+        (["--slurm", "python", "gone.py"], "gone.py: the file does not exist"),
+        (["--slurm", "--print"], "requires what to run: onstep launch -- train tiny_gpt"),
         (["--nnodes=3:2", "train"], "LEAST:MOST of at least 1, such as 2 or 1:4, got '3:2'"),
         (["--nnodes=2", "train"], "--nnodes=2 requires --rdzv, where the nodes meet"),
         (["--nnodes=2", "--rdzv=host", "train"], "HOST:PORT or the path of a file, got 'host'"),
-        (["--nnodes=2", "--rdzv=h:1", "--rdzv-conf=a", "train"], "NAME=VALUE,NAME=VALUE, got 'a'"),
+        (["--nnodes=2", "--rdzv=gone/rdzv", "train"], "--rdzv=gone/rdzv is in a directory that does not exist"),
+        (["--nnodes=2", "--rdzv=h:1", "--rdzv-conf=a", "train"], "NAME=NUMBER,NAME=NUMBER of join_timeout, "),
+        (["--nnodes=2", "--rdzv=h:1", "--rdzv-conf=join_tmeout=9", "train"], "got 'join_tmeout=9'"),
+        (["--nnodes=2", "--rdzv=h:1", "--rdzv-conf=join_timeout=0", "train"], "got 'join_timeout=0'"),
+        (["--log-dir=/dev/null/logs", "train"], "--log-dir=/dev/null/logs cannot be written to (Not a directory)"),
     ],
 )
 def test_what_cannot_be_launched_is_refused_with_one_line(
     words: list[str], reason: str, empty_path: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert reason in refusal(capsys, *words)
+
+
+@pytest.mark.parametrize("words", [["gone.py"], ["python", "/app/gone.py"], ["gone-program", "x"]])
+def test_what_runs_elsewhere_need_not_be_here(
+    words: list[str], empty_path: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"-- {' '.join(words)}\n" in printed(capsys, "--slurm", "--print", "--", *words)
+    assert yaml.safe_load(printed(capsys, "--kubernetes=jobset", "--image=i", "--name=job", "--", *words))
 
 
 @pytest.fixture

@@ -108,6 +108,36 @@ time.sleep(60)
     assert said == [f"{first}-0/rank-0.out; restart 1 of 1", f"{first}-1/rank-0.out"]
 
 
+REFUSING = {
+    "a command": "from onstep.cli.main import main; sys.exit(main(['train', 'nosuchrecipe']))",
+    "a script": "from onstep.errors import ConfigError; raise ConfigError('nosuchrecipe is no value')",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSING)
+def test_a_command_that_is_refused_at_the_first_start_is_not_started_again(launcher: Launcher, kind: str) -> None:
+    code, _, err = launcher.run(REFUSING[kind], "--max-restarts=3")
+    [said] = [line for line in err if line.startswith("onstep launch: ")]
+    assert code == 1
+    assert "nosuch" in said
+    assert "restart" not in said
+
+
+def test_a_run_that_was_refused_only_after_a_restart_is_started_again(launcher: Launcher) -> None:
+    """As with a number of nodes that does not divide the batch."""
+    refuses = "from onstep.errors import ConfigError; raise ConfigError('not with so many')"
+    code, _, err = launcher.run(f"if attempt == '0': sys.exit(1)\nif attempt == '1': {refuses}", "--max-restarts=3")
+    assert code == 0
+    assert [line.rpartition("; ")[2] for line in err if "restart" in line] == ["restart 1 of 3", "restart 2 of 3"]
+
+
+def test_a_host_that_does_not_answer_is_named_in_one_line(launcher: Launcher) -> None:
+    options = ["--nnodes=2", "--rdzv=127.0.0.1:9", "--rdzv-conf=read_timeout=1,is_host=0"]
+    code, _, [*_, said] = launcher.run("", *options)
+    assert code == 1
+    assert said.startswith("error: the nodes cannot meet at 127.0.0.1:9: ")
+
+
 def test_a_preempted_run_is_not_restarted_and_its_ranks_end_by_themselves(launcher: Launcher) -> None:
     code, out, err = launcher.run(
         """

@@ -116,6 +116,18 @@ def test_a_pruned_trial_stops_as_any_run_does_with_its_reason(tmp_path: Path) ->
     assert json.loads((tmp_path / "run" / "run-1" / "run.json").read_text())["status"] == "stopped"
 
 
+def test_an_argument_without_effect_is_named_once_for_all_trials(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("optuna")
+    trainer = searching(tmp_path)
+    for _ in range(2):
+        trainer.hyperparameter_search(lambda trial: {"num_train_epochs": trial.number + 5}, n_trials=2, study_name="a")
+    trainer.hyperparameter_search(lambda trial: {"num_train_epochs": trial.number + 5}, n_trials=2, study_name="b")
+    said = [line for line in caplog.messages if "num_train_epochs" in line and "without effect" in line]
+    assert len(said) == 2, "once for each search"
+
+
 # ---- what is refused
 
 

@@ -11,7 +11,7 @@ from onstep.cli.application import application
 from onstep.cli.exit_codes import OK
 from onstep.errors import ConfigError
 from onstep.launch.kubernetes import Kind, KubernetesJob, manifest
-from onstep.launch.plan import Launch, Nodes, command_of, rendezvous_of
+from onstep.launch.plan import Launch, Nodes, command_of, rendezvous_of, require_words
 from onstep.launch.ray import RayJob, program
 from onstep.launch.slurm import SlurmJob, script, submit
 
@@ -105,7 +105,8 @@ def launch(
     run: 75 if it was preempted and has saved. Several nodes each run this command with the same --rdzv.
     """
     words = words or []
-    command = command_of(words)
+    require_words(words)
+    command = () if print_ or kubernetes is not None else command_of(words)  # what is written runs elsewhere
     engines = {"--slurm": slurm, "--kubernetes": kubernetes is not None, "--ray": ray is not None}
     _refuse_foreign(context, [name for name, is_wanted in engines.items() if is_wanted])
     ranks = nproc or gpus_per_node

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from onstep.cli.exit_codes import BROKEN_PIPE, ERROR, INTERRUPTED, OK
 from onstep.cli.streams import lead_nowhere
-from onstep.errors import OnstepError
+from onstep.errors import ConfigError, OnstepError
+from onstep.launch.failures import note_refusal
 from onstep.slurm.ranks import adopt_ranks
 
 if TYPE_CHECKING:
@@ -202,7 +203,8 @@ def _run(name: str, arguments: list[str], programs: list[Program]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command
             error.show()
         else:
-            print(f"error: {in_one_line(error, arguments)}", file=sys.stderr)
+            note_refusal(text := in_one_line(error, arguments))
+            print(f"error: {text}", file=sys.stderr)
         return int(error.exit_code)
     except OnstepError as error:
         from onstep.analysis.text_tables import printable
@@ -210,6 +212,8 @@ def _run(name: str, arguments: list[str], programs: list[Program]) -> int:
 
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
         text = in_options(str(error)) if name in _DRAWING else str(error)
+        if isinstance(error, ConfigError):
+            note_refusal(text)
         for line in f"error: {text}{notes}".expandtabs().split("\n"):  # a name in it may come from elsewhere
             print(in_words(printable(line), sys.stderr), file=sys.stderr)
         return ERROR

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 
-from onstep.errors import PREEMPTED, OnstepError
+from onstep.errors import PREEMPTED, ConfigError, OnstepError
 from onstep.launch.failures import Failure, agreed, first_failure
 from onstep.launch.outputs import Outputs
 from onstep.launch.plan import Launch
@@ -49,10 +49,11 @@ def run(launch: Launch) -> int:
     """Run a command on all ranks of this node; the exit code is that of the run.
 
     Raises:
+        ConfigError: if the output of ranks cannot be written.
         OnstepError: if the nodes don't meet, or the place where they met is gone.
     """
     directory = launch.log_dir or Path(tempfile.mkdtemp(prefix="onstep-launch-"))
-    directory.mkdir(parents=True, exist_ok=True)
+    _prepare(directory)
     _quieten_torch()
     if launch.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -63,13 +64,26 @@ def run(launch: Launch) -> int:
     return code
 
 
+def _prepare(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--log-dir={directory} cannot be written to ({error.strerror}); give a directory that can be created."
+        ) from None
+
+
 def default_ranks() -> int:
     """One rank on each GPU, or one without GPUs."""
     return max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 1)
 
 
 def _run(launch: Launch, directory: Path) -> int:
-    handler = rendezvous_registry.get_rendezvous_handler(_parameters(launch))
+    try:
+        handler = rendezvous_registry.get_rendezvous_handler(_parameters(launch))
+    except RendezvousError as error:
+        raise OnstepError(_never_met(launch, error)) from None
     spec = WorkerSpec(
         role="rank",
         local_world_size=launch.ranks,
@@ -126,6 +140,7 @@ class _Agent(LocalElasticAgent):
         self._files, self._outputs, self._is_elastic = files, outputs, is_elastic
         self._preempted_at: float | None = None
         self._has_announced = False
+        self._num_starts = 0
         self.failure: Failure | None = None
         self.was_signalled = False
         self._ignored = [number for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
@@ -139,6 +154,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._preempted_at = None
+        self._num_starts += 1
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._forward_signals()  # in place of those that torch has just installed
         self._outputs.follow(self._files.stdouts, sys.stdout)
@@ -160,7 +176,7 @@ class _Agent(LocalElasticAgent):
         if result.is_failed():
             self._outputs.stop()
             codes = failed or {rank: one.exitcode for rank, one in result.failures.items()}
-            self._decide(first_failure(codes, self._files.stdouts, self._files.stderrs))
+            self._decide(first_failure(codes, self._files.stdouts, self._files.stderrs, self._files.notes))
         elif result.state == WorkerState.SUCCEEDED:
             self._outputs.stop()
         return result
@@ -197,6 +213,8 @@ class _Agent(LocalElasticAgent):
             self._exit_barrier()  # type: ignore[no-untyped-call]
             return
         self.failure = self._of_all_nodes(own)
+        if self.failure.is_refusal and self._num_starts == 1:  # later starts may be refused for their number of ranks
+            self._remaining_restarts = 0
         number = self._worker_group.spec.max_restarts - self._remaining_restarts + 1
         again = f"; restart {number} of {self._worker_group.spec.max_restarts}" if self._remaining_restarts else ""
         _say(f"{self.failure}{again}")
@@ -252,6 +270,8 @@ class _Files(LogsSpecs):
         self.stdouts: dict[int, str] = {}
         """The file of each rank of this attempt; "" for the terminal."""
         self.stderrs: dict[int, str] = {}
+        self.notes: dict[int, str] = {}
+        """The file of each rank in which it may say why it ends."""
 
     @property
     def root_log_dir(self) -> str:
@@ -264,14 +284,15 @@ class _Files(LogsSpecs):
             path for number in itertools.count() if not (path := self._directory / f"attempt-{number}").exists()
         )
         attempt.mkdir()
-        places, self.stdouts, self.stderrs = LogsDest(), {}, {}
+        places, self.stdouts, self.stderrs, self.notes = LogsDest(), {}, {}, {}
         for local, environment in envs.items():
             rank = int(environment["RANK"])
             is_shown = rank == 0 and sys.stderr.isatty()
             out, err = ("", "") if is_shown else (str(attempt / f"rank-{rank}.{end}") for end in ("out", "err"))
             places.stdouts[local], places.stderrs[local] = out, err
             self.stdouts[rank], self.stderrs[rank] = out, err
-            places.error_files[local] = environment["TORCHELASTIC_ERROR_FILE"] = str(attempt / f"rank-{rank}.json")
+            self.notes[rank] = str(attempt / f"rank-{rank}.json")
+            places.error_files[local] = environment["TORCHELASTIC_ERROR_FILE"] = self.notes[rank]
             environment.setdefault("PYTHONUNBUFFERED", os.environ.get("PYTHONUNBUFFERED", "1"))
             if rank > 0 and "TQDM_DISABLE" not in os.environ:
                 environment["TQDM_DISABLE"] = "1"

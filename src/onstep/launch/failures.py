@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from onstep.launch.outputs import last_line
@@ -13,6 +16,10 @@ from onstep.launch.outputs import last_line
 _CLOSED_BY_LAUNCH = -signal.SIGTERM
 _FROM_OUTSIDE = (-signal.SIGKILL, _CLOSED_BY_LAUNCH)
 """Ends of a rank of which it knew nothing: its last line is not the reason."""
+_NOTE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file in which a rank tells torchelastic's agent why it ends."""
+_UNCAUGHT_REFUSALS = ("onstep.errors.ConfigError: ",)
+"""Beginnings of the last line of a script that was refused."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,8 @@ class Failure:
     """Where its output is; "" for the terminal."""
     node: str = ""
     """The host; "" for this one."""
+    is_refusal: bool = False
+    """Whether the rank has refused its command or its configuration, as it would at each further start."""
 
     @property
     def exit_code(self) -> int:
@@ -42,7 +51,20 @@ class Failure:
         return f"rank {self.rank}{host} failed first: {how}{said}{where}"
 
 
-def first_failure(codes: dict[int, int], outputs: dict[int, str], errors: dict[int, str]) -> Failure:
+def note_refusal(text: str) -> None:
+    """Tell the agent that has started this process as a rank, if one has, that its command is refused.
+
+    Args:
+        text: what is wrong, which `torchrun` shows in its report.
+    """
+    if path := os.environ.get(_NOTE):
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time()), "is_refusal": True}))
+
+
+def first_failure(
+    codes: dict[int, int], outputs: dict[int, str], errors: dict[int, str], notes: dict[int, str]
+) -> Failure:
     """The rank that failed first, of those that were seen to have failed at the same time.
 
     Others fail because it is gone: a signal comes before an exit code, and an older last line before a newer one.
@@ -51,6 +73,7 @@ def first_failure(codes: dict[int, int], outputs: dict[int, str], errors: dict[i
         codes: the exit codes of failed ranks.
         outputs: the files with standard output of ranks; "" for the terminal.
         errors: the same of standard error.
+        notes: the files that `note_refusal` writes.
     """
 
     def order(rank: int) -> tuple[bool, bool, float, int]:
@@ -60,7 +83,16 @@ def first_failure(codes: dict[int, int], outputs: dict[int, str], errors: dict[i
 
     rank = min(codes, key=order)
     error = "" if codes[rank] in _FROM_OUTSIDE else last_line(errors.get(rank, ""))
-    return Failure(rank, codes[rank], error, (errors if error else outputs).get(rank, ""))
+    is_refusal = error.startswith(_UNCAUGHT_REFUSALS) or _is_refusal(notes.get(rank, ""))
+    return Failure(rank, codes[rank], error, (errors if error else outputs).get(rank, ""), is_refusal=is_refusal)
+
+
+def _is_refusal(path: str) -> bool:
+    """Whether a file is one of `note_refusal`; others may be torch's own."""
+    try:
+        return bool(json.loads(Path(path).read_text()).get("is_refusal"))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def agreed(own: Failure, store: Any, host: str) -> Failure:

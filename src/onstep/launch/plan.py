@@ -16,6 +16,13 @@ ONSTEP_COMMANDS = ("train", "finetune", "run")
 """Commands of `onstep` that train, and so may have several ranks."""
 PYTHONS = ("python", "python3")
 _NODES = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
+_SETTINGS = (
+    *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
+    *("keep_alive_interval", "keep_alive_max_attempt"),
+)
+"""Settings of torchelastic's rendezvous, which ignores others; timeouts and the interval in seconds."""
+_IS_HOST = "is_host"
+"""Likewise: whether this node holds the store, where that does not follow from the host's name."""
 _EXAMPLES = "onstep launch -- train tiny_gpt, or onstep launch -- python script.py"
 
 
@@ -91,6 +98,16 @@ class ClusterJob:
     max_restarts: int = 0
 
 
+def require_words(words: Sequence[str]) -> None:
+    """Refuse a launch of nothing.
+
+    Raises:
+        ConfigError: if there are no words.
+    """
+    if not words:
+        raise ConfigError(f"onstep launch requires what to run: {_EXAMPLES}.")
+
+
 def command_of(words: Sequence[str]) -> tuple[str, ...]:
     """The command line of each rank.
 
@@ -98,18 +115,18 @@ def command_of(words: Sequence[str]) -> tuple[str, ...]:
         words: a command of `onstep` that trains, `python ...`, a script, or any program.
 
     Raises:
-        ConfigError: if there is no such program.
+        ConfigError: if there is no such program or script.
     """
-    if not words:
-        raise ConfigError(f"onstep launch requires what to run: {_EXAMPLES}.")
+    require_words(words)
     first, rest = words[0], words[1:]
     if first in ONSTEP_COMMANDS:
         return (sys.executable, *_as_onstep_itself(), "-m", "onstep", *words)
+    script = next(iter(rest), "") if first in PYTHONS else first
+    if script.endswith(".py") and not os.path.isfile(script):
+        raise ConfigError(f"{script}: the file does not exist; give the script to run.")
     if first in PYTHONS:
         return (sys.executable, *rest)
     if first.endswith(".py"):
-        if not os.path.isfile(first):
-            raise ConfigError(f"{first}: the file does not exist; give the script to run.")
         return (sys.executable, *words)
     program = shutil.which(first)
     if program is None:
@@ -141,6 +158,10 @@ def rendezvous_of(place: str | None, id_: str | None, settings: str | None, node
             )
         return None
     host, _, port = place.rpartition(":")
+    if "/" in place and not Path(place).absolute().parent.is_dir():
+        raise ConfigError(
+            f"--rdzv={place} is in a directory that does not exist; create it, on a file system that all nodes share."
+        )
     if "/" not in place and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"--rdzv must be HOST:PORT or the path of a file, got {place!r}.")
     return Rendezvous(place, id_ or environment.get("SLURM_JOB_ID", "onstep"), is_host, _settings(settings))
@@ -148,7 +169,11 @@ def rendezvous_of(place: str | None, id_: str | None, settings: str | None, node
 
 def _settings(text: str | None) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in text.split(",")] if text else []
-    for name, sign, value in pairs:
-        if not (name and sign and value):
-            raise ConfigError(f"--rdzv-conf must be NAME=VALUE,NAME=VALUE, got {text!r}.")
+    for name, _, value in pairs:
+        is_number = value.isdecimal() and (int(value) > 0 or name == _IS_HOST)
+        if name not in (*_SETTINGS, _IS_HOST) or not is_number:
+            raise ConfigError(
+                f"--rdzv-conf must be NAME=NUMBER,NAME=NUMBER of {', '.join(_SETTINGS)} (at least 1) or {_IS_HOST} "
+                f"(0 or 1), got {text!r}."
+            )
     return {name: value for name, _, value in pairs}

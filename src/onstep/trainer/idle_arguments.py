@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:
-    """Say in one line which arguments have no effect in this training."""
+    """Say in one line which arguments have no effect in this training; in a search, once for all trials."""
     transformer = inner_transformer(session.module)
     found = idle_in_trainer(session.state.cfg, None if transformer is None else transformer.config)
     if isinstance(trainer.train_dataset, DataLoader) and trainer.has_own_collator:
@@ -31,6 +31,10 @@ def name_idle_arguments(trainer: TrainerMethods, session: Session) -> None:
         found.append(("a train_dataset that is not a stream of datasets", ["dataloader_num_workers"]))
     if getattr(trainer.args, "predict_with_generate", False) and not hasattr(trainer, "_gen_kwargs"):
         found.append(("a Seq2SeqTrainer", ["predict_with_generate"]))
-    line = idle_line([*idle_arguments(trainer.args), *found])
-    if line is not None:
+    found = [*idle_arguments(trainer.args), *found]
+    line = idle_line(found)
+    names = {setting.partition("=")[0] for _, settings in found for setting in settings}  # values differ by trial
+    is_said = trainer.sweep is not None and names <= trainer.idle_in_search
+    trainer.idle_in_search |= names
+    if line is not None and not is_said:
         logger.warning("%s", line)

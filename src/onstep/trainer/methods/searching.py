@@ -28,6 +28,8 @@ class SearchingMethods(BaseTrainer):
     """The objective of the most recent evaluation of a trial, on rank 0."""
     sweep: Sweep | None = None
     """The search in progress."""
+    idle_in_search: frozenset[str] = frozenset()
+    """The arguments without effect that trials of it have named."""
     _trial: object = None
     """The trial that is trained, as it was passed to `train`."""
 

@@ -48,6 +48,7 @@ def search(
     before = trainer.hp_name, trainer.args
     trainer.hp_search_backend, trainer.hp_name = chosen, hp_name
     trainer.compute_objective = compute_objective or default_compute_objective
+    trainer.idle_in_search = frozenset()
     try:
         return _search_with_optuna(trainer, hp_space or default_space_optuna, wanted)
     finally:

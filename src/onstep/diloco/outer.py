@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -101,6 +101,45 @@ class DelayedNesterov(Optimizer):
         parameter.add_(gradient, alpha=-group["lr"] / size)
         if share:
             parameter.add_(state["momentum_buffer"], alpha=-group["lr"] * share * group["momentum"])
+
+
+def steps_in_pieces(optimizer: Optimizer) -> bool:
+    """Whether `SgdPieces` makes the steps of this optimizer."""
+    return type(optimizer) is SGD and not any(group.get("fused") for group in optimizer.param_groups)
+
+
+class SgdPieces:
+    """Steps one parameter of a `torch.optim.SGD` piece by piece, to the same bits as `SGD.step`.
+
+    Args:
+        parameter: the parameter; contiguous.
+        group: of the optimizer, with its rates.
+        state: of the parameter in the optimizer, which gets the momentum.
+    """
+
+    def __init__(self, parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        self._parameter, self._group = parameter.view(-1), group
+        self._is_first = state.get("momentum_buffer") is None
+        if self._is_first and group["momentum"]:
+            state["momentum_buffer"] = torch.empty_like(parameter)
+        self._momentum = state["momentum_buffer"].view(-1) if group["momentum"] else None
+
+    def step(self, start: int, gradient: Tensor) -> None:
+        """Step the elements from `start` on by a flat gradient, whose memory is used."""
+        piece, group = slice(start, start + gradient.numel()), self._group
+        parameter = self._parameter[piece]
+        if group["maximize"]:
+            gradient.neg_()
+        if group["weight_decay"]:
+            gradient.add_(parameter, alpha=group["weight_decay"])
+        if self._momentum is not None:
+            momentum = self._momentum[piece]
+            if self._is_first:
+                momentum.copy_(gradient)
+            else:
+                momentum.mul_(group["momentum"]).add_(gradient, alpha=1.0 - group["dampening"])
+            gradient = gradient.add_(momentum, alpha=group["momentum"]) if group["nesterov"] else momentum
+        parameter.add_(gradient, alpha=-group["lr"])
 
 
 def delayed(factory: OuterFactory, buffer_size: int | None, num_workers: int = 1) -> OuterFactory:

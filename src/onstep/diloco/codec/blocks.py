@@ -18,6 +18,8 @@ CHUNK_VALUES = 2**18
 """Elements worked on at a time, so that all passes over them find them in the processor's cache."""
 _LARGEST_SCALE = torch.finfo(torch.float32).max / 128
 """With it, the element of any level is finite."""
+_LEAST_DIVIDED = 1e-35
+"""Elements from this on have scales that are not 0 in float32."""
 
 
 @dataclass(frozen=True)
@@ -56,28 +58,54 @@ class BlockFormat:
         flat, count = tensor.reshape(-1), tensor.numel()
         levels = torch.empty(math.prod(self.levels_shape(shape)), dtype=self.levels_dtype)
         scales = torch.empty(self.num_blocks(shape))
-        work = torch.empty(min(count, CHUNK_VALUES) + self.block, dtype=flat.dtype)
         for start in range(0, count, CHUNK_VALUES):
-            piece = flat[start : start + CHUNK_VALUES]
-            size = piece.numel()
-            whole = pad(piece, (0, -size % self.block)) if size % self.block else piece  # pad would copy it
-            blocks = whole.view(-1, self.block)
-            first = start // self.block
-            chunk = work[: blocks.numel()].view(-1, self.block)
-            self._quantize(name, blocks, scales[first : first + len(blocks)], chunk)
-            packed = chunk.view(-1)[:size] if self.bits == 8 else _pack(chunk.view(-1)[: size + size % 2])
-            at = start * self.bits // 8
-            levels[at : at + packed.numel()] = packed
+            self.encode_part(name, flat[start : start + CHUNK_VALUES], start, levels, scales)
         return levels.view(self.levels_shape(shape)), scales
+
+    def encode_part(
+        self, name: str, piece: Tensor, start: int, levels: Tensor, scales: Tensor, decoded: Tensor | None = None
+    ) -> None:
+        """Encode a flat piece, whose first element is the first of a block, into its place in flat levels and scales.
+
+        Args:
+            name: of the tensor, for errors.
+            piece: the elements.
+            start: index of the first one.
+            levels: of all elements.
+            scales: of all blocks.
+            decoded: like the piece; gets what these levels and scales are decoded to.
+
+        Raises:
+            InvalidTensorsError: if an element is not finite.
+        """
+        size, first, at = piece.numel(), start // self.block, start * self.bits // 8
+        whole = pad(piece, (0, -size % self.block)) if size % self.block else piece  # pad would copy it
+        blocks = whole.view(-1, self.block)
+        exact = torch.empty_like(blocks) if decoded is None or whole is not piece else decoded.view_as(blocks)
+        theirs = scales[first : first + len(blocks)]
+        self._quantize(name, blocks, theirs, exact)
+        packed = exact.view(-1)[:size] if self.bits == 8 else _pack(exact.view(-1)[: size + size % 2])
+        levels[at : at + packed.numel()] = packed
+        if decoded is not None:
+            exact.mul_(theirs[:, None].to(exact.dtype))
+            if whole is not piece:
+                decoded.copy_(exact.view(-1)[:size])
 
     def _quantize(self, name: str, blocks: Tensor, scales: Tensor, levels: Tensor) -> None:
         """Write the scales of blocks, and their levels as integers in the dtype of the blocks."""
         largest = torch.abs(blocks, out=levels).amax(1)
-        if not bool(torch.isfinite(largest).all()):
+        lowest, highest = map(float, torch.aminmax(largest))
+        if not math.isfinite(highest):
             raise InvalidTensorsError(f"{name}: it has elements that are NaN or infinite, which cannot be averaged.")
-        scales.copy_((largest / self.top).clamp_(max=_LARGEST_SCALE))
-        divisors = torch.where(scales == 0, 1.0, scales).to(blocks.dtype)
-        torch.div(blocks, divisors[:, None], out=levels).round_().clamp_(-self.top, self.top)
+        torch.div(largest, self.top, out=largest)
+        is_clipped = highest > self.top * _LARGEST_SCALE
+        scales.copy_(largest.clamp_(max=_LARGEST_SCALE) if is_clipped else largest)
+        divisors = scales.to(blocks.dtype)
+        if lowest < _LEAST_DIVIDED:
+            divisors = torch.where(scales == 0, 1.0, divisors)
+        torch.div(blocks, divisors[:, None], out=levels).round_()
+        if is_clipped:
+            levels.clamp_(-self.top, self.top)
 
     def decode(
         self, levels: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None = None

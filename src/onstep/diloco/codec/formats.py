@@ -44,6 +44,31 @@ def encode(tensors: Mapping[str, Tensor], codec: str) -> dict[str, Tensor]:
     return encoded
 
 
+def encode_part(
+    piece: Tensor, spec: ParameterSpec, codec: str, start: int, encoded: Mapping[str, Tensor], decoded: Tensor
+) -> None:
+    """Encode some elements of a parameter into their place in `encoded`.
+
+    Args:
+        piece: the elements, flat.
+        spec: of the parameter.
+        codec: any but `fp32`.
+        start: index of the first element, a multiple of 128.
+        encoded: all that `encode` gives for the parameter.
+        decoded: like the piece; gets what it is decoded to.
+
+    Raises:
+        InvalidTensorsError: if an element is not finite.
+    """
+    data = encoded[spec.name].view(-1)
+    if codec in BLOCK_FORMATS:
+        BLOCK_FORMATS[codec].encode_part(spec.name, piece, start, data, encoded[spec.name + SCALE_SUFFIX], decoded)
+    else:
+        part = data[start : start + piece.numel()]
+        part.copy_(encode({spec.name: piece}, codec)[spec.name])
+        decoded.copy_(part)
+
+
 def _bf16(tensor: Tensor) -> Tensor:
     largest = torch.finfo(torch.bfloat16).max
     cast = tensor.bfloat16()
@@ -161,5 +186,4 @@ def is_finite(tensor: Tensor) -> bool:
     """In one pass and without a mask: NaN and infinity show in the extremes."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return all(map(math.isfinite, map(float, torch.aminmax(tensor))))

@@ -45,7 +45,7 @@ class Digest:
     """BLAKE3 hash of the bytes of tensors that are added in the order of their names."""
 
     def __init__(self) -> None:
-        self._hasher = blake3()
+        self._hasher = blake3(max_threads=blake3.AUTO)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add the next tensor."""

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onstep.diloco.codec.blocks import CHUNK_VALUES
 from onstep.diloco.codec.formats import decode_part
 from onstep.diloco.protocol.messages import ParameterSpec
-
-CHUNK_VALUES = 2**16
-"""Elements summed at a time, so that the sum stays in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -25,32 +23,43 @@ class Contribution:
     scale: float = 1.0
 
 
-def average(
-    contributions: Sequence[Contribution], specs: Sequence[ParameterSpec], result: Mapping[str, Tensor]
-) -> None:
-    """Write the weighted average of each parameter to `result`, in float32 (float64 for parameters in float64).
+class Averages:
+    """The weighted averages of parameters over contributions, in float32 (float64 for parameters in float64).
 
-    Each contribution is multiplied by its scale, and the weights are divided by their sum. The result may be the memory
-    of a contribution. The sums are made in the order of the contributions: the same ones in the same order give the
-    same bits.
+    Each contribution is multiplied by its scale, and the weights are divided by their sum. The sums are made in the
+    order of the contributions: the same ones in the same order give the same bits.
+
+    Args:
+        contributions: of all parameters; not copied.
     """
-    total = sum(one.weight for one in contributions)
-    shares = [one.scale * one.weight / total for one in contributions]
-    for spec in specs:
-        _average(contributions, shares, spec, result[spec.name].view(-1))
 
+    def __init__(self, contributions: Sequence[Contribution]) -> None:
+        total = sum(one.weight for one in contributions)
+        self._shares = [(one, one.scale * one.weight / total) for one in contributions]
 
-def _average(
-    contributions: Sequence[Contribution], shares: Sequence[float], spec: ParameterSpec, result: Tensor
-) -> None:
-    sums, works = torch.empty(2, min(CHUNK_VALUES, result.numel()), dtype=result.dtype)
-    for start in range(0, result.numel(), CHUNK_VALUES):
-        target = result[start : start + CHUNK_VALUES]
-        chunk, work = sums[: target.numel()], works[: target.numel()]
-        for number, (one, share) in enumerate(zip(contributions, shares, strict=True)):
+        self._work: dict[torch.dtype, Tensor] = {}
+
+    def write(self, specs: Sequence[ParameterSpec], result: Mapping[str, Tensor]) -> None:
+        """Write whole averages to `result`, which may be the memory of a contribution."""
+        for spec in specs:
+            target = result[spec.name].view(-1)
+            for start in range(0, target.numel(), CHUNK_VALUES):
+                piece = target[start : start + CHUNK_VALUES]
+                piece.copy_(self.piece(spec, start, piece.numel(), piece.dtype))
+
+    def piece(self, spec: ParameterSpec, start: int, size: int, dtype: torch.dtype) -> Tensor:
+        """Elements of the average of a parameter, flat, from `start` on; valid, and free to use, until the next call."""
+        total, work = self.work(dtype)[:, :size]
+        for number, (one, share) in enumerate(self._shares):
             value = decode_part(one.encoded, spec, one.codec, start, work)
             if number:
-                chunk.add_(value, alpha=share)
+                total.add_(value, alpha=share)
             else:
-                torch.mul(value, share, out=chunk)
-        target.copy_(chunk)
+                torch.mul(value, share, out=total)
+        return total
+
+    def work(self, dtype: torch.dtype) -> Tensor:
+        """Memory of shape (2, `CHUNK_VALUES`), which `piece` uses: what is new from the system costs as much as work."""
+        if dtype not in self._work:
+            self._work[dtype] = torch.empty(2, CHUNK_VALUES, dtype=dtype)
+        return self._work[dtype]

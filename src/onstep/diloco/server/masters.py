@@ -9,22 +9,22 @@ the difference in the next.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from onstep.checkpoint.format.tensor_header import DTYPES_BY_NAME
 from onstep.diloco.codec.blocks import CHUNK_VALUES
-from onstep.diloco.codec.formats import decode_part, encode, encoded_specs, is_finite
-from onstep.diloco.codec.specs import digest
-from onstep.diloco.outer import DelayedNesterov, OuterFactory, check_rates
+from onstep.diloco.codec.formats import encode_part, encoded_specs, is_finite
+from onstep.diloco.codec.specs import Digest, InvalidTensorsError, digest
+from onstep.diloco.outer import DelayedNesterov, OuterFactory, SgdPieces, check_rates, steps_in_pieces
 from onstep.diloco.protocol.messages import ParameterSpec
-from onstep.diloco.server.averaging import Contribution, average
+from onstep.diloco.server.averaging import Averages, Contribution
 from onstep.diloco.server.memory import Buffers, allocate
 from onstep.errors import CheckpointError, OnstepError
 
@@ -41,7 +41,10 @@ class Version:
     """What to add to the version before, encoded; None if it is not known, or the codec is exact."""
 
 
-_STEP_BY_PARTS = (SGD, Adam, AdamW, DelayedNesterov)
+Mover = Callable[[int, Tensor], None]
+"""Moves the elements of a parameter from an index on by an average, whose memory it may use."""
+
+_STEP_BY_PARTS = (Adam, AdamW, DelayedNesterov)
 """Outer optimizers that step each parameter by itself: not all gradients need be in memory together."""
 _PART_VALUES = 1 << 22
 """Elements of a part."""
@@ -88,7 +91,7 @@ class Fragment:
         With `is_mean`, the parameters move by the whole average, whatever the scale of a contribution, and the outer
         optimizer starts without a state: that is from long before.
 
-        The contributions are removed from the list as soon as they are averaged, so that their memory is free.
+        The contributions are removed from the list, so that their memory is free.
 
         Raises:
             NotFiniteError: if a value of the result, or of the optimizer's state, is NaN or infinite. Then the fragment
@@ -96,24 +99,97 @@ class Fragment:
         """
         if is_mean:
             contributions[:] = [replace(one, scale=1.0) for one in contributions]
-        for part in _parts(self.specs) if type(self.optimizer) in _STEP_BY_PARTS else [self.specs]:
-            self._set_gradients(part, contributions)
+        try:
+            if is_mean or steps_in_pieces(self.optimizer):
+                return self._finished(self._movers(is_mean), contributions)
+            self._step_by_parts(contributions)
+            self._check_state()
+            return self._finished({}, [])
+        finally:
+            contributions.clear()
             if is_mean:
-                self._move_by_gradients()
-            else:
-                self.optimizer.step()
-            for master in self._masters.values():
-                master.grad = None
-            for one in contributions:
-                for tensor in one.encoded.values():
-                    self._buffers.release(tensor)
-        contributions.clear()
+                self.optimizer.state.clear()
+
+    def _movers(self, is_mean: bool) -> dict[str, Mover]:
+        """What moves a piece of each parameter by a piece of the average."""
         if is_mean:
-            self.optimizer.state.clear()
-        self._check_finite()
-        parameters = allocate(self.specs, self._buffers)
-        update = self._broadcast(parameters)
-        return Version(self.newest.number + 1, parameters, digest(parameters, self._buffers.release), update)
+            return {name: partial(_subtract, master.view(-1)) for name, master in self._masters.items()}
+        groups = {id(one): group for group in self.optimizer.param_groups for one in group["params"]}
+        return {
+            name: SgdPieces(master, groups[id(master)], self.optimizer.state[master]).step
+            for name, master in self._masters.items()
+        }
+
+    def _finished(self, movers: Mapping[str, Mover], contributions: Sequence[Contribution]) -> Version:
+        """The version after a step, in one pass over pieces that stay in the processor's cache.
+
+        Args:
+            movers: move the masters piece by piece; without any, the masters were moved before.
+            contributions: by whose average the masters move.
+        """
+        after = allocate(self.specs, self._buffers)
+        update = None if self.codec == "fp32" else self._empty_update()
+        hasher, averages = Digest(), Averages(contributions)
+        for spec in self.specs:
+            name, master = spec.name, self._masters[spec.name].view(-1)
+            for start in range(0, master.numel(), CHUNK_VALUES):
+                piece = master[start : start + CHUNK_VALUES]
+                if name in movers:
+                    movers[name](start, averages.piece(spec, start, piece.numel(), piece.dtype))
+                work = averages.work(piece.dtype)[:, : piece.numel()]
+                self._publish(spec, start, piece, after[name].view(-1)[start : start + CHUNK_VALUES], update, work)
+            hasher.add(name, after[name])
+            self._release(spec, after, contributions)
+        return Version(self.newest.number + 1, after, hasher.text(), update)
+
+    def _publish(
+        self,
+        spec: ParameterSpec,
+        start: int,
+        master: Tensor,
+        after: Tensor,
+        update: Mapping[str, Tensor] | None,
+        work: Tensor,
+    ) -> None:
+        """Write what workers have after this step to `after`, and what leads there to `update`.
+
+        A momentum that is not finite makes its master so: that is not looked at.
+        """
+        if update is None:
+            self._require_finite(spec.name, master)
+            after.copy_(master)
+            return
+        before = self.newest.parameters[spec.name].view(-1)[start : start + CHUNK_VALUES]
+        difference, decoded = work
+        torch.sub(master, before, out=difference)
+        try:
+            encode_part(difference, spec, self.codec, start, update, decoded)
+        except InvalidTensorsError:
+            self._require_finite(spec.name, master)
+            raise
+        torch.add(decoded, before, out=after)
+
+    def _empty_update(self) -> dict[str, Tensor]:
+        specs = encoded_specs(self.specs, self.codec)
+        return {one.name: torch.empty(one.shape, dtype=DTYPES_BY_NAME[one.dtype]) for one in specs}
+
+    def _release(self, spec: ParameterSpec, after: Mapping[str, Tensor], contributions: Sequence[Contribution]) -> None:
+        """Let the system take away what the next parameters do not need."""
+        self._buffers.release(after[spec.name])
+        self._buffers.release(self.newest.parameters[spec.name])
+        for one in contributions:
+            self._buffers.release(one.encoded[spec.name])
+
+    def _step_by_parts(self, contributions: Sequence[Contribution]) -> None:
+        """Step an optimizer of any kind, with as few gradients in memory as it allows."""
+        averages = Averages(contributions)
+        for part in _parts(self.specs) if type(self.optimizer) in _STEP_BY_PARTS else [self.specs]:
+            self._set_gradients(part, averages, contributions)
+            self.optimizer.step()
+            for spec in part:
+                self._masters[spec.name].grad = None
+                for one in contributions:
+                    self._buffers.release(one.encoded[spec.name])
 
     def forget_update(self) -> None:
         """Free the memory of the last update: workers that do not have it yet get all parameters."""
@@ -125,55 +201,26 @@ class Fragment:
             master.copy_(self.newest.parameters[name])
         self.optimizer.state.clear()
 
-    def _check_finite(self) -> None:
+    def _check_state(self) -> None:
         for name, master in self._masters.items():
-            state = self.optimizer.state.get(master, {})
-            if not all(is_finite(one) for one in (master, *state.values()) if isinstance(one, Tensor)):
-                rates = ", ".join(f"{key} {self.groups[0].get(key)}" for key in ("lr", "momentum"))
-                raise NotFiniteError(f"the outer step made {name} NaN or infinite (outer {rates})")
+            for one in self.optimizer.state.get(master, {}).values():
+                if isinstance(one, Tensor):
+                    self._require_finite(name, one)
 
-    def _set_gradients(self, specs: Sequence[ParameterSpec], contributions: Sequence[Contribution]) -> None:
+    def _require_finite(self, name: str, tensor: Tensor) -> None:
+        if not is_finite(tensor):
+            rates = ", ".join(f"{key} {self.groups[0].get(key)}" for key in ("lr", "momentum"))
+            raise NotFiniteError(f"the outer step made {name} NaN or infinite (outer {rates})")
+
+    def _set_gradients(
+        self, specs: Sequence[ParameterSpec], averages: Averages, contributions: Sequence[Contribution]
+    ) -> None:
         """Average, in the memory of a contribution that is not compressed, if there is one."""
         exact = next((one.encoded for one in contributions if one.codec == "fp32"), None)
         gradients = allocate(specs, self._scratch) if exact is None else exact
-        average(contributions, specs, gradients)
+        averages.write(specs, gradients)
         for name in [spec.name for spec in specs]:
             self._masters[name].grad = gradients[name]
-
-    def _move_by_gradients(self) -> None:
-        with torch.no_grad():
-            for master in self._masters.values():
-                if master.grad is not None:
-                    master.sub_(master.grad)
-
-    def _broadcast(self, result: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Write what workers have after this step to `result`; returns what leads there."""
-        if self.codec == "fp32":
-            for name, master in self._masters.items():
-                result[name].copy_(master)
-                self._buffers.release(result[name])
-            return None
-        update: dict[str, Tensor] = {}
-        for spec in self.specs:
-            update |= {
-                one.name: torch.empty(one.shape, dtype=DTYPES_BY_NAME[one.dtype])
-                for one in encoded_specs([spec], self.codec)
-            }
-            self._broadcast_one(spec, result[spec.name].view(-1), update)
-        return update
-
-    def _broadcast_one(self, spec: ParameterSpec, after: Tensor, update: Mapping[str, Tensor]) -> None:
-        """Fill a parameter and its update, in pieces that stay in the processor's cache and are in memory alone."""
-        before, master = self.newest.parameters[spec.name].view(-1), self._masters[spec.name].detach().view(-1)
-        filled: Counter[str] = Counter()
-        for start in range(0, len(after), CHUNK_VALUES):
-            old, new = before[start : start + CHUNK_VALUES], after[start : start + CHUNK_VALUES]
-            for key, part in encode({spec.name: master[start : start + CHUNK_VALUES] - old}, self.codec).items():
-                update[key].view(-1)[filled[key] : filled[key] + part.numel()] = part
-                filled[key] += part.numel()
-            decode_part(update, spec, self.codec, start, new).add_(old)
-            self._buffers.release(old)
-            self._buffers.release(new)
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         copies = allocate(self.specs, self._buffers)
@@ -229,6 +276,10 @@ class Fragment:
         self.newest = Version(state["version"], parameters, digest(parameters, self._buffers.release))
         if self.newest.digest != state["digest"]:
             raise CheckpointError("the parameters in the saved outer state do not have the hash that they had.")
+
+
+def _subtract(master: Tensor, start: int, average: Tensor) -> None:
+    master[start : start + average.numel()].sub_(average)
 
 
 def _parts(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:

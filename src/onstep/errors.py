@@ -12,23 +12,25 @@ PREEMPTED = 75
 class OnstepError(Exception):
     """Base class of all exceptions that Onstep raises deliberately.
 
-    Long values in its message are shortened, and URLs have neither user nor password.
+    Long values in its message are shortened, and URLs have neither user, password nor signature.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(abridged(without_credentials(one)) if isinstance(one, str) else one for one in args))
 
 
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s'\"@]+@")
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s'\"@]+@|(?<=[A-Za-z]{2}:/)[^/\s'\"@:]+:[^/\s'\"@]+@")
+"""With one slash, too, which a URL that was taken for a path has left."""
+_SIGNATURE = re.compile(r"(?i)(?<=[?&])([\w.-]*(?:sig|token|credential|key|secret|passw)[\w.-]*=)[^&\s'\"]+")
 
 
 def without_credentials(text: str) -> str:
-    """The text without the user and the password that a URL in it may have.
+    """The text without user, password and signature that a URL in it may have.
 
     Args:
         text: a message.
     """
-    return _CREDENTIALS.sub("...@", text) if "://" in text else text
+    return _SIGNATURE.sub(r"\1...", _CREDENTIALS.sub("...@", text)) if ":/" in text else text
 
 
 def text_of(error: BaseException) -> str:

@@ -191,7 +191,7 @@ def test_the_cache_is_shown_and_emptied(store: Path, capsys: pytest.CaptureFixtu
     assert (entry["url"], entry["size"]) == (f"file://{store}/corpus/a.txt", len(FILES["corpus/a.txt"]))
     (store.parent / "cache" / "0.tokens").write_text("the tokens of a run")
     assert main([*words, "--clear"]) == 0
-    assert "1 files, 660 B, in " in capsys.readouterr().out
+    assert "1 file, 660 B, in " in capsys.readouterr().out
     assert main(words) == 0
     assert capsys.readouterr().out.startswith("0 files, 0 B, in ")
     assert (store.parent / "cache" / "0.tokens").exists()

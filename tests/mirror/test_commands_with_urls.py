@@ -46,6 +46,13 @@ def test_checkpoints_of_a_store_are_listed_verified_and_compared(url: str, capsy
     assert ask(capsys, "checkpoint", "verify", "--all", url)[0] == 0
     assert "checkpoint-1" in ask(capsys, "checkpoint", "verify", f"{url}@1")[1]
     assert ask(capsys, "checkpoint", "diff", f"{url}@1", f"{url}/checkpoints/checkpoint-1")[0] == 0
+    assert ask(capsys, "checkpoint", "verify", url)[1].startswith(f"{url}/checkpoints/checkpoint-2: good")
+    text = ask(capsys, "checkpoint", "diff", f"{url}@1", f"{url}@2")[1]
+    assert text.startswith(f"A  {url}/checkpoints/checkpoint-1 ")
+    code, text = ask(capsys, "why", url)
+    assert (code, text.startswith(f"{url} ")) == (0, True)
+    code, text = ask(capsys, "generate", f"{url}@1", "x")
+    assert (code, f"onstep checkpoint export {url}@1 DIR." in text) == (1, True)
     code, text = ask(capsys, "checkpoint", "verify", f"{url}@7")
     assert code == 1
     assert "has no checkpoint of step 7; available steps: 2, 1." in text

@@ -11,7 +11,7 @@ import typer
 
 from onstep.analysis.text_tables import printable, table
 from onstep.cli.application import application
-from onstep.cli.cells import date_shown, size_shown
+from onstep.cli.cells import counted, date_shown, size_shown
 from onstep.config import DatasetConfig
 from onstep.data.urls.local_copy import url_cache
 from onstep.errors import DataError
@@ -47,4 +47,4 @@ def cache(
         rows = [(one.url, size_shown(one.size), one.etag, date_shown(one.downloaded_at), one.file) for one in entries]
         print("\n".join(table([("URL", "SIZE", "ETAG", "DOWNLOADED", "FILE"), *rows], "<><<<", indent="", shrink=0)))
     total = size_shown(sum(one.size for one in entries))
-    print(printable(f"{len(entries)} files, {total}, in {found.directory}{', deleted' if clear else ''}"))
+    print(printable(f"{counted(len(entries), 'file')}, {total}, in {found.directory}{', deleted' if clear else ''}"))

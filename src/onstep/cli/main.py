@@ -209,9 +209,10 @@ def _run(name: str, arguments: list[str], programs: list[Program]) -> int:
     except OnstepError as error:
         from onstep.analysis.text_tables import printable
         from onstep.console.style import in_words
+        from onstep.stores.urls import with_urls
 
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-        text = in_options(str(error)) if name in _DRAWING else str(error)
+        text = with_urls(in_options(str(error)) if name in _DRAWING else str(error))
         if isinstance(error, ConfigError):
             note_refusal(text)
         for line in f"error: {text}{notes}".expandtabs().split("\n"):  # a name in it may come from elsewhere

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from onstep.config.suggestions import nearest
-from onstep.stores.urls import is_url
+from onstep.stores.urls import check_place, is_url
 
 RUNS = Path("runs")
 """Where runs are looked up by name."""
@@ -24,6 +24,7 @@ def find_named(words: str, is_meant: Callable[[Path], bool] = os.path.exists) ->
 
         copy = run_copy(words)
         return copy if is_meant(copy) else next(filter(is_meant, sorted(copy.iterdir())), None)
+    check_place("the run", words)
     path = Path(os.path.expanduser(words))
     return next((one for one in (path, RUNS / path) if is_meant(one)), None)
 

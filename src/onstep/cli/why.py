@@ -27,6 +27,7 @@ from onstep.cli.completed_words import complete_words
 from onstep.cli.runs import RUNS, find_named, not_found, run_names
 from onstep.errors import ConfigError
 from onstep.files.bounded_reading import open_regular_file
+from onstep.stores.urls import with_urls
 
 _ENDING = ("should_training_stop", "should_abort_without_save", "rerun_exit", "raised")
 """Flags that end a run."""
@@ -80,7 +81,7 @@ def why(
         *evaluated(directory, step),
     ]
     for line in found:
-        print(printable(line))
+        print(printable(with_urls(line)))
     if step is not None and step > 0 and (command := rewind_command(directory, step)) is not None:
         print(printable(f"Its samples, gradients and layers: {command}"))
 

@@ -19,7 +19,7 @@ from onstep.mirror.remote_checkpoints import DIRECTORY, RemoteCheckpoint, Remote
 from onstep.mirror.run_files import RunFiles
 from onstep.stores.bucket import Bucket
 from onstep.stores.lease import LEASE, parse_lease
-from onstep.stores.urls import cache_directory, check_url, is_url, joined, local_place
+from onstep.stores.urls import check_url, copies_directory, is_url, joined, local_place
 
 _CHOSEN = re.compile(r"(?P<url>.+)@(?P<choice>[0-9]+|best)")
 _CHECKPOINT = re.compile(rf"(?P<run>.+?)(/{DIRECTORY})?/checkpoint-(?P<step>[0-9]+)(-e[0-9]+-[0-9a-f]{{8}})?")
@@ -65,7 +65,7 @@ def run_copy(words: str, *, weights: bool = False) -> Path:
         StoreError: if there is no run at the URL, or it cannot be read.
     """
     url = named(words).run
-    bucket, directory = Bucket(url), local_place(url, cache_directory() / "copies")
+    bucket, directory = Bucket(url), local_place(url, copies_directory())
     listed = RunFiles(bucket, directory).remote()
     if not listed:
         raise StoreError(f"{url} holds no run; give the URL of one, as run.output_dir and run.name make it.")
@@ -85,7 +85,7 @@ def copy_of_runs(url: str) -> Path:
         StoreError: if there are none, or they cannot be read.
     """
     check_url("the URL", url)
-    url, directory = url.rstrip("/"), local_place(url, cache_directory() / "copies")
+    url, directory = url.rstrip("/"), local_place(url, copies_directory())
     records = [PurePosixPath(one.name) for one in Bucket(url).list()]
     names = {str(path.parent) for path in records if path.name == "run.json" and len(path.parts) == 2}
     if not names:

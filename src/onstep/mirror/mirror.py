@@ -6,8 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,15 @@ from onstep.mirror.beat import Beat
 from onstep.mirror.linked_copy import linked
 from onstep.mirror.local_space import trim
 from onstep.mirror.outage import Outage
-from onstep.mirror.remote_checkpoints import ASIDE, DIRECTORY, RemoteCheckpoint, RemoteCheckpoints, name_of, seal_of
+from onstep.mirror.remote_checkpoints import (
+    ASIDE,
+    DIRECTORY,
+    RemoteCheckpoint,
+    RemoteCheckpoints,
+    name_of,
+    seal_of,
+    seals_of,
+)
 from onstep.mirror.run_files import RunFiles, has_flat_layout
 from onstep.mirror.shared_uploads import SharedUploads
 from onstep.stores.bucket import Bucket
@@ -194,7 +201,7 @@ class Mirror:
                 return  # somebody has removed the directory, or a start that failed
             infos = checkpoints(self.root)
             self._set_aside_others(infos)
-            self._uploaded = {step for step, _ in _seals(infos) & {(one.step, one.seal) for one in self._valid()}}
+            self._uploaded = {step for step, _ in seals_of(infos) & {(one.step, one.seal) for one in self._valid()}}
             for info in sorted(infos, key=lambda info: info.step, reverse=True):
                 if info.step not in self._uploaded:
                     self._upload_links(info)
@@ -208,7 +215,7 @@ class Mirror:
         """Those of later steps, whose branch the run has left, and those of a run that was here before it."""
         if not infos:
             return
-        newest, valid, here = max(infos, key=lambda info: info.step), self._valid(), _seals(infos)
+        newest, valid, here = max(infos, key=lambda info: info.step), self._valid(), seals_of(infos)
         others = {str(one.path) for one in self.remote.infos(valid) if one.manifest.run_id != newest.manifest.run_id}
         abandoned = [one for one in valid if one.step > newest.step or one.name in others]
         abandoned = [one for one in abandoned if (one.step, one.seal) not in here]
@@ -253,7 +260,7 @@ class Mirror:
         everything, options = self.remote.all(), self._options
         committed = [one for one in everything if one.is_committed]
         valid = [one for one in committed if self.lease.state.counts(one.name, one.epoch)]
-        surplus = self.remote.surplus(valid, options.retention, _seals(checkpoints(self.root)))
+        surplus = self.remote.surplus(valid, options.retention, seals_of(checkpoints(self.root)))
         left = [one for one in everything if not one.is_committed and ASIDE not in one.files]
         stray = [one for one in committed if one not in valid]
         if surplus or left or stray:
@@ -292,7 +299,7 @@ class Mirror:
                 self._done = state
 
     def _try(self) -> bool:
-        """Upload what is due; whether that worked, and nothing may have become due in an outage that began meanwhile."""
+        """Upload what is due; whether that worked, and no outage that began meanwhile may have left more."""
         if self.lost is not None:
             return False
         was_away = self._outage.is_on
@@ -341,15 +348,6 @@ class Mirror:
         if self.lost is None:
             self.lost = str(error)
             logger.error("%s", error)
-
-
-def _seals(infos: Iterable[CheckpointInfo]) -> set[tuple[int, str]]:
-    """The steps of local checkpoints, with what their names in the store have of their manifests."""
-    found = set()
-    for info in infos:
-        with suppress(FileNotFoundError):  # retention deletes it
-            found.add((info.step, seal_of((info.path / MANIFEST).read_bytes())))
-    return found
 
 
 def _pause(failures: int) -> float:

@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +52,15 @@ class RemoteCheckpoint:
 def seal_of(manifest: bytes) -> str:
     """What the name of a checkpoint has of its manifest."""
     return blake3(manifest).hexdigest()[:8]
+
+
+def seals_of(infos: Iterable[CheckpointInfo]) -> set[tuple[int, str]]:
+    """The steps of local checkpoints, with what their names in the store have of their manifests."""
+    found = set()
+    for info in infos:
+        with suppress(FileNotFoundError):  # retention deletes it
+            found.add((info.step, seal_of((info.path / MANIFEST).read_bytes())))
+    return found
 
 
 def name_of(step: int, epoch: int, seal: str) -> str:

@@ -17,6 +17,7 @@ from onstep.errors import StoreError, extra
 from onstep.files.durability import sync_dir
 from onstep.stores.credentials import shared_credentials
 from onstep.stores.parallel import CONCURRENCY, for_each
+from onstep.stores.reasons import reason_of
 from onstep.stores.urls import without_secrets
 
 T = TypeVar("T")
@@ -30,8 +31,6 @@ RANGE_BYTES = 32 * 1024**2
 _CLIENT = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
 _RETRIES: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 """For a request; what fails then is repeated as a whole, later."""
-
-
 Tag = tuple[str | None, str | None]
 """What tells a version of an object from others: its entity tag, and the version number of stores that compare that."""
 
@@ -318,9 +317,9 @@ class Bucket:
         try:
             answer = request()
         except self._errors.BaseError as error:
-            raise StoreError(f"{self.url}: {doing} failed: {_reason(error)}") from None
+            raise StoreError(f"{self.url}: {doing} failed: {reason_of(error)}") from None
         except (OSError, ValueError) as error:
-            raise StoreError(f"{self.url}: {doing} failed: {_reason(error)}") from None
+            raise StoreError(f"{self.url}: {doing} failed: {reason_of(error)}") from None
         finally:
             with self._turn:
                 self._waiting -= 1
@@ -342,9 +341,3 @@ def _listed(facts: Any) -> Listed:
 
 def _tag(facts: Any) -> Tag:
     return facts["e_tag"], facts["version"]
-
-
-def _reason(error: BaseException) -> str:
-    """What an error of the library says in its first line, without credentials."""
-    text = str(error).partition("\n")[0].strip() or type(error).__name__
-    return without_secrets(text)[:300].rstrip(".") + "."

@@ -11,7 +11,9 @@ from onstep.errors import ConfigError, without_credentials
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
-_QUERY = re.compile(r"\?[^\s'\")]*")
+_OTHER = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""The beginning of another URL, or of one that lacks a slash; drives of Windows have one letter."""
+_QUERY = re.compile(r"(:/[^\s?'\")]*)\?[^\s'\")]*")
 """May contain a signature."""
 
 
@@ -31,7 +33,26 @@ def without_secrets(text: str) -> str:
     Args:
         text: what may contain URLs.
     """
-    return _QUERY.sub("?...", without_credentials(text))
+    return _QUERY.sub(r"\1?...", without_credentials(text))
+
+
+def check_place(key: str, place: str) -> None:
+    """Refuse what is neither a path nor the plain URL of an object store.
+
+    Args:
+        key: what has the place as its value, for the message.
+        place: a path or a URL.
+
+    Raises:
+        ConfigError: without credentials.
+    """
+    if is_url(place):
+        check_url(key, place)
+    elif _OTHER.match(place):
+        raise ConfigError(
+            f"{key}={without_secrets(place)} must be a path or the URL of an object store (s3://, gs://, az://, "
+            f"file://); write ./{without_secrets(place)} if it is a path."
+        )
 
 
 def check_url(key: str, url: str) -> None:
@@ -46,6 +67,8 @@ def check_url(key: str, url: str) -> None:
     """
     parts = urlsplit(url)
     shown = without_secrets(url)
+    if not url.startswith(f"{parts.scheme}:"):
+        raise ConfigError(f"{key}={shown} must have its scheme in small letters; write {parts.scheme}://...")
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
             f"{key}={shown} must be a plain URL without credentials, query or fragment; pass credentials by the "
@@ -82,5 +105,25 @@ def local_place(url: str, cache: str | Path | None = None) -> Path:
 
 
 def cache_directory() -> Path:
-    """Where the user's programs keep what they can get again: `$XDG_CACHE_HOME/onstep`, else `~/.cache/onstep`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "onstep"
+    """`$ONSTEP_CACHE`, or else `onstep` in `$XDG_CACHE_HOME` or `~/.cache`: what can be made or downloaded again."""
+    own, shared = os.environ.get("ONSTEP_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(os.path.expanduser(own)).absolute()
+    return (Path(os.path.expanduser(shared or "~/.cache")) / "onstep").absolute()
+
+
+def copies_directory() -> Path:
+    """Where commands copy what they read of runs in object stores."""
+    return cache_directory() / "copies"
+
+
+def with_urls(text: str) -> str:
+    """A text with the URLs of runs in place of the paths of their copies.
+
+    Args:
+        text: what may name paths in `copies_directory`.
+    """
+    copies = str(copies_directory())
+    for scheme in SCHEMES if copies in text else ():
+        text = text.replace(f"{copies}/{scheme}/", f"{scheme}://{'/' * (scheme == 'file')}")
+    return text

@@ -14,6 +14,7 @@ from onstep.cli.cells import counted, date_shown, number_shown, size_shown
 from onstep.config import ChangeClass, from_dict
 from onstep.config.differences import changes, describe, fill_stored
 from onstep.errors import ConfigError
+from onstep.stores.urls import with_urls
 
 TENSORS_SHOWN = 10
 """Per component, and per rank if a component is saved by several ranks."""
@@ -30,11 +31,12 @@ def report(a: CheckpointInfo, b: CheckpointInfo, *, everything: bool) -> tuple[l
     """
     found = compare(a, b, everything=everything)
     config_lines, same_config = _config(a, b)
-    width = max(len(str(a.path)), len(str(b.path)))
+    names = [with_urls(str(info.path)) for info in (a, b)]
+    width = max(map(len, names))
     heads = [
-        f"{letter}  {info.path!s:<{width}}  step {info.step}, {date_shown(info.manifest.created_at)}, "
+        f"{letter}  {name:<{width}}  step {info.step}, {date_shown(info.manifest.created_at)}, "
         f"{counted(info.manifest.world_size, 'rank')}, run {info.manifest.run_id[:8] or '-'}"
-        for letter, info in (("A", a), ("B", b))
+        for letter, name, info in zip("AB", names, (a, b), strict=True)
     ]
     sections = [
         heads,

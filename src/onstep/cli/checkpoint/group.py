@@ -168,6 +168,7 @@ def export(
     from onstep.analysis.text_tables import printable
     from onstep.cli.checkpoint.export import check_ending, export_gguf, export_hf, export_safetensors
     from onstep.cli.checkpoint.paths import find
+    from onstep.stores.urls import with_urls
 
     if form is None:
         check_ending(out)
@@ -184,7 +185,7 @@ def export(
         notes = {Format.SAFETENSORS: export_safetensors, Format.HF: export_hf}[form](
             info, Path(out), force=force, dtype=chosen
         )
-    print(printable(f"{out}: the weights of {info.path}; {'; '.join(notes)}"))
+    print(printable(f"{out}: the weights of {with_urls(str(info.path))}; {'; '.join(notes)}"))
 
 
 @app.command()

@@ -21,7 +21,7 @@ from onstep.cli.checkpoint.paths import CHECKPOINT_NAME, dir_of, locate, retenti
 from onstep.config.suggestions import listed
 from onstep.errors import CheckpointError
 from onstep.mirror.copies import checkpoint_copies, named, outline
-from onstep.stores.urls import is_url
+from onstep.stores.urls import is_url, with_urls
 
 _NOISE = ("epoch", "runtime", "per_second")
 """Suffixes of metrics that do not measure a checkpoint's quality."""
@@ -202,10 +202,11 @@ def dirs_to_verify(words: str, *, everything: bool) -> list[Path]:
 
 def is_intact(directory: Path) -> bool:
     """Hash a checkpoint, with a progress bar on a terminal, and print what is wrong with it."""
+    name = with_urls(str(directory))
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:
-        print(f"{directory}: BAD\n  {printable(str(error))}")
+        print(f"{name}: BAD\n  {printable(with_urls(str(error)))}")
         return False
     with tqdm(
         total=manifest.size_bytes, desc=directory.name, unit="B", unit_scale=True, leave=False, disable=None, delay=0.5
@@ -217,9 +218,9 @@ def is_intact(directory: Path) -> bool:
         problems = damage(directory, show)
     files = counted(len(manifest.files), "file")
     if problems:
-        print(f"{directory}: BAD, {len(problems)} of {files}" if len(problems) > 1 else f"{directory}: BAD")
+        print(f"{name}: BAD, {len(problems)} of {files}" if len(problems) > 1 else f"{name}: BAD")
     else:
-        print(f"{directory}: good, {files}, {size_shown(manifest.size_bytes)}")
+        print(f"{name}: good, {files}, {size_shown(manifest.size_bytes)}")
     for line in problems[:_FILES_SHOWN]:
         print(f"  {printable(line)}")
     if len(problems) > _FILES_SHOWN:

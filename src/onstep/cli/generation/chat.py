@@ -21,6 +21,7 @@ from onstep.cli.generation.trained import (
     show,
 )
 from onstep.errors import DataError
+from onstep.stores.urls import with_urls
 
 if TYPE_CHECKING:
     from onstep.data import ChatTemplate
@@ -133,7 +134,7 @@ def _conversation(trained: Trained, system: str | None) -> Conversation:
     template = None if trained.tokenizer.eos_id is None else template_for(trained.tokenizer)
     if template is not None and (trained.is_chat_run or isinstance(template, TokenizerTemplate)):
         return TemplateTalk(template, length, system)
-    print(f"{trained.directory} has no chat template: it continues your text instead of answering.")
+    print(f"{with_urls(str(trained.directory))} has no chat template: it continues your text instead of answering.")
     if system is not None:
         print("--system has no effect without a chat template", file=sys.stderr)
     return PlainTalk(trained.tokenizer.encode_text)

@@ -97,7 +97,12 @@ def open_trained(name: str, rope_scaling: str | None = None, rope_factor: float 
     if is_url(name):
         from onstep.mirror.copies import trained_copy
 
-        name = str(trained_copy(name))
+        url, name = name, str(trained_copy(name))
+        if not any((Path(name) / file).is_file() for file in ("config.json", "run.json")):
+            raise ConfigError(
+                f"{url} is a checkpoint, not a model; name its run, or export the checkpoint and name that directory: "
+                f"onstep checkpoint export {url} DIR."
+            )
     given = Path(os.path.expanduser(name))
     if given.suffix.lower() == ".gguf":
         raise ConfigError(

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from onstep.config.container import ConfigContainer
 from onstep.config.sections.data import DatasetConfig, TokenizerConfig
 from onstep.config.suggestions import shown
-from onstep.errors import ConfigError
+from onstep.errors import ConfigError, without_credentials
 from onstep.stores.urls import check_url, is_url, without_secrets
 
 _SMALLEST_BPE = 257
@@ -72,6 +72,12 @@ def _check_urls(data: DatasetConfig) -> None:
         check_url("dataset.paths", url)
     others = [path for path in data.paths if not is_url(path)]
     if data.kind == "stream":
+        signed = [path for path in others if without_credentials(path) != path]
+        if signed:
+            raise ConfigError(
+                f"dataset.paths={without_secrets(signed[0])} must be without credentials and signatures, which would "
+                f"be recorded with the run; pass credentials by the environment or the library's own files."
+            )
         return
     foreign = [path for path in others if "://" in path]
     if foreign:

@@ -12,7 +12,7 @@ from onstep.config.container import ConfigContainer
 from onstep.config.keys import KEYS
 from onstep.config.suggestions import nearest, shown
 from onstep.errors import ConfigError
-from onstep.stores.urls import check_url, is_url
+from onstep.stores.urls import check_place, check_url, is_url
 
 _STEP = re.compile(r"@([0-9]+|best)\Z")
 """What selects a checkpoint of a run."""
@@ -42,13 +42,12 @@ def check_run(config: ConfigContainer) -> None:
         raise ConfigError(
             f"run.name={shown(name)} has characters that cannot be printed, such as line ends; drop them."
         )
-    if config.run.is_in_store:
-        check_url("run.output_dir", config.run.output_dir)
-        if config.checkpoint.save is not None:
-            raise ConfigError(
-                f"checkpoint.save={shown(config.checkpoint.save)} would not be mirrored in "
-                f"run.output_dir={config.run.output_dir}; leave it null, or set run.output_dir to a directory."
-            )
+    check_place("run.output_dir", config.run.output_dir)
+    if config.run.is_in_store and config.checkpoint.save is not None:
+        raise ConfigError(
+            f"checkpoint.save={shown(config.checkpoint.save)} would not be mirrored in "
+            f"run.output_dir={config.run.output_dir}; leave it null, or set run.output_dir to a directory."
+        )
     for key in ("load", "pretrained_checkpoint"):
         if is_url(place := getattr(config.checkpoint, key) or ""):
             check_url(f"checkpoint.{key}", _STEP.sub("", place))

@@ -20,7 +20,7 @@ from onstep.config.sections.run import DistributedDataParallelConfig
 from onstep.config.suggestions import shown
 from onstep.config.trackers import tracker_list
 from onstep.errors import ConfigError
-from onstep.stores.urls import check_url, is_url
+from onstep.stores.urls import check_place, is_url
 
 MAY_BE_NONE = {name for name, annotation in field_types(TrainingArguments).items() if accepts_none(annotation)}
 
@@ -166,8 +166,8 @@ def _set_run(args: TrainingArguments, config: ConfigContainer, world_size: int) 
 
 def _place_and_name(output_dir: str) -> tuple[str, str]:
     """`run.output_dir` and `run.name` of a directory, or of a URL in an object store."""
+    check_place("output_dir", output_dir)
     if is_url(output_dir):
-        check_url("output_dir", output_dir)
         directory, _, name = output_dir.rstrip("/").rpartition("/")
         if not is_url(directory):
             raise ConfigError(f"output_dir={output_dir} is a bucket; name the directory of the run: {output_dir}/NAME.")

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from onstep.errors import DataError
 from onstep.files.durability import replacing
+from onstep.stores.urls import cache_directory
 
 T = TypeVar("T")
 
@@ -91,10 +92,7 @@ def write_text(path: Path, text: str) -> None:
 
 def default_cache_dir() -> Path:
     """`$ONSTEP_CACHE`, or else `onstep` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    own, shared = os.environ.get("ONSTEP_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(os.path.expanduser(own))
-    return (Path(os.path.expanduser(shared)) if shared else Path.home() / ".cache") / "onstep"
+    return cache_directory()
 
 
 @contextmanager

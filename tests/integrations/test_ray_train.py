@@ -24,6 +24,7 @@ from onstep.errors import ConfigError
 from onstep.integrations.ray import RayReport, checkpoint_of
 from onstep.record import read_records
 from tests.support.ray_cluster import RayCluster, Victims, kill, ray_cluster
+from tests.support.waiting import until
 from tests.support.whole_runs import check_same, left_by
 
 with warnings.catch_warnings():
@@ -66,7 +67,7 @@ def test_metrics_and_committed_checkpoints_are_reported(
     words = configured(tiny_config, tmp_path, 20)
     code, said = cluster.run(tmp_path, ["--nproc=2"], [*words, "run.name=run", "validation.eval_interval=10"])
     assert code == 0, said[-4000:]
-    assert said.count("signals are off") == 1
+    assert [said.count(line) for line in ("signals are off", "loading PyTorch ...", "Finished at step")] == [1, 1, 1]
     run, found = tmp_path / "runs" / "run", reported(tmp_path, "run")
     assert [path for path, _ in found] == [str(run / "checkpoints" / f"checkpoint-{step}") for step in (5, 10, 15, 20)]
     assert str(checkpoints(run / "checkpoints")[0].path) == found[-1][0]
@@ -154,6 +155,105 @@ for result in tuner.fit():
     found.append({"step": result.metrics["step"], "eval_loss": result.metrics["eval_loss"], "checkpoint": at})
 ray.shutdown()
 print(json.dumps(found))
+"""
+
+
+def test_a_node_that_is_drained_costs_no_step_and_no_failure(tiny_config: ConfigContainer, tmp_path: Path) -> None:
+    """The run saves once when the removal is announced, trains on, and continues on another node from there."""
+    words = [*configured(tiny_config, tmp_path, 300), "checkpoint.save_interval=1000", "run.name=run"]
+    victims, run = Victims(tmp_path), tmp_path / "runs" / "run"
+    with ray_cluster(cpus=0) as cluster, cluster.node(cpus=2) as first:
+        driver = cluster.launch(tmp_path, ["--nproc=2", "--max-restarts=0"], [*words, *victims.words])
+
+        def said() -> str:
+            return (tmp_path / "launch.txt").read_text(errors="replace")[-6000:]
+
+        def is_driven() -> bool:
+            return driver.poll() is None
+
+        try:
+            victims.wait_for(2, 10, said, is_driven)
+            cluster.drain(first, seconds=600)
+            until(lambda: checkpoints(run / "checkpoints"), said, while_true=is_driven, seconds=600)
+            saved_at = checkpoints(run / "checkpoints")[0].step
+            pids = victims.wait_for(2, 1, said, is_driven)
+            with cluster.node(cpus=2):
+                for pid in pids:
+                    kill(pid)
+                assert driver.wait(1200) == 0, said()
+        finally:
+            driver.kill()
+            driver.wait()
+    decisions = [json.loads(line) for line in (run / "decisions.jsonl").read_text().splitlines()]
+    assert sum("Ray will remove a node" in json.dumps(one) for one in decisions) == 1
+    steps = [one.step for one in victims.seen() if one.rank == 0]
+    assert sorted(set(steps)) == list(range(steps[0], 300 + steps[0]))
+    again = [step for step in set(steps) if steps.count(step) > 1]
+    print(f"\nannounced, saved at step {saved_at}; {len(again)} of 300 steps were repeated")
+    assert min(again, default=saved_at + 1) > saved_at
+
+
+def test_a_trainer_runs_in_a_training_function_and_a_relative_directory_is_refused(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "function.py").write_text(FUNCTION)
+    found = {}
+    for runs in ("runs", str(tmp_path / "runs")):
+        driver = subprocess.run(
+            [sys.executable, "function.py", cluster.address, runs],
+            cwd=tmp_path, env=cluster.environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        found[runs] = driver
+    relative, absolute = found.values()
+    assert relative.returncode == 1
+    assert "run.output_dir=" in relative.stderr
+    assert "is in the temporary directory in which Ray starts workers" in relative.stderr
+    assert absolute.returncode == 0, absolute.stderr[-4000:]
+    said = json.loads(absolute.stdout.splitlines()[-1])
+    assert said["step"] == 8
+    assert said["checkpoint"] == str(tmp_path / "runs" / "checkpoint-8")
+    assert said["loss"] > said["eval_loss"] > 0
+
+
+FUNCTION = """\
+import json, os, sys
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from onstep.integrations.ray import checkpoint_of
+
+
+def train(settings):
+    import torch
+    from onstep import Trainer, TrainingArguments
+    from onstep.integrations.ray import RayReport
+
+    class Line(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x, labels):
+            return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
+
+    samples = [{"x": torch.tensor([i / 10]), "labels": torch.tensor([2 * i / 10 + 1])} for i in range(40)]
+    args = TrainingArguments(
+        settings["runs"], max_steps=8, eval_strategy="steps", eval_steps=4, save_steps=4, logging_steps=1,
+        learning_rate=0.1, use_cpu=True,
+    )
+    data = {"train_dataset": samples[:32], "eval_dataset": samples[:4]}
+    Trainer(model=Line(), args=args, callbacks=[RayReport()], **data).train()
+
+
+ray.init(address=sys.argv[1], logging_level="error")
+trainer = TorchTrainer(
+    train, train_loop_config={"runs": sys.argv[2]}, scaling_config=ScalingConfig(num_workers=2),
+    run_config=RunConfig(name="function", storage_path=os.path.abspath("ray")),
+)
+result = trainer.fit()
+ray.shutdown()
+print(json.dumps({**result.metrics, "checkpoint": checkpoint_of(result.checkpoint)}))
 """
 
 

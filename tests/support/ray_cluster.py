@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from tests.support.waiting import until
 
 PATIENCE = 600.0
 """Ray starts a dozen processes for a run."""
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 WRITER = """\
 import json, os, time
 from pathlib import Path
@@ -56,6 +58,41 @@ class RayCluster:
     def __init__(self, directory: Path, port: int, environment: dict[str, str]) -> None:
         self.directory, self.environment = directory, environment
         self.address = f"127.0.0.1:{port}"
+
+    @contextmanager
+    def node(self, cpus: int) -> Iterator[str]:
+        """Another node, with so many CPUs, until the end of the block; its id."""
+        command = [*RAY, "start", "--block", f"--address={self.address}", f"--num-cpus={cpus}", "--disable-usage-stats"]
+        known, log = set(self._nodes()), self.directory / f"node-{time.monotonic_ns()}.txt"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, env=self.environment, stdout=output, stderr=output, start_new_session=True
+            )
+        try:
+            yield until(
+                lambda: next(iter(set(self._nodes()) - known), ""),
+                log.read_text,
+                while_true=lambda: process.poll() is None,
+                seconds=PATIENCE,
+            )
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def drain(self, node: str, seconds: int) -> None:
+        """Announce that a node will be removed, as a cloud does with a spot instance."""
+        command = [*RAY, "drain-node", f"--address={self.address}", f"--node-id={node}"]
+        command += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot"]
+        command += [f"--deadline-remaining-seconds={seconds}"]
+        subprocess.run(command, env=self.environment, check=True, capture_output=True)
+
+    def _nodes(self) -> list[str]:
+        code = f"import ray; ray.init({self.address!r}, logging_level='error')\n"
+        code += "print(*[one['NodeID'] for one in ray.nodes() if one['Alive']], sep='\\n')"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=self.environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
 
     def launch(self, place: Path, options: list[str], words: list[str]) -> subprocess.Popen[bytes]:
         """Start `onstep launch --ray` in a directory; its output goes to `launch.txt` there."""
@@ -93,7 +130,7 @@ def ray_cluster(cpus: int = 4) -> Iterator[RayCluster]:
     }
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+    command = [*RAY, "start", "--head", "--block", f"--port={port}"]
     command += [f"--num-cpus={cpus}", "--include-dashboard=false", f"--temp-dir={directory}/t"]
     command += ["--disable-usage-stats", "--node-ip-address=127.0.0.1"]
     log = directory / "head.txt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from onstep import Trainer, TrainerCallback
 from onstep.errors import ConfigError, MissingExtraError
+from onstep.trainer.search.ray_log import TrialLog, trials_in
 from tests.support.forked_processes import Processes
 from tests.support.small_models import Regression, arguments, regression_rows
 from tests.support.whole_runs import Ranks
@@ -136,7 +138,7 @@ def searched(trainer: Any, **options: Any) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "backend": ({"backend": "wandb"}, "backend must be 'optuna', got 'wandb'"),
+    "backend": ({"backend": "wandb"}, "backend must be 'optuna' or 'ray', got 'wandb'"),
     "direction": ({"direction": "up"}, "direction must be 'minimize' or 'maximize', or a list of them, got 'up'"),
     "place": ({"output_dir": "s3://bucket/runs/x"}, "output_dir=s3://bucket/runs/x must be a directory for a search"),
     "number": ({"n_trials": 0}, "n_trials must be an integer >= 1, got 0"),
@@ -179,6 +181,37 @@ def test_a_search_without_model_init_or_without_the_package_is_refused(
     monkeypatch.delitem(sys.modules, "onstep.trainer.search.optuna_sweep", raising=False)
     with pytest.raises(MissingExtraError, match=r"requires optuna: pip install 'onstep\[optuna\]'"):
         searched(searching(tmp_path))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "onstep.trainer.search.ray_sweep", raising=False)
+    with pytest.raises(MissingExtraError, match=r"requires Ray Tune: pip install 'onstep\[ray\]'"):
+        searched(searching(tmp_path), backend="ray")
+
+
+def test_a_trainer_can_be_sent_to_another_process_where_it_trains_the_same(tmp_path: Path) -> None:
+    trainer = searching(tmp_path / "here")
+    sent = pickle.loads(pickle.dumps(trainer))
+    sent.args.output_dir = str(tmp_path / "there")
+    losses = [one.train().training_loss for one in (trainer, sent)]
+    assert losses[0] == losses[1]
+    assert sent.accelerator is not trainer.accelerator
+    assert sent.accelerator._trainer is sent
+
+
+def test_what_has_happened_to_trials_is_read_also_where_a_crash_has_torn_the_file(tmp_path: Path) -> None:
+    log = TrialLog(tmp_path)
+    assert trials_in(log.lines()) == {}
+    log.append("0", name="run-0", parameters={"learning_rate": 0.1})
+    log.append("0", result={"objective": float("inf"), "step": 2})
+    with (tmp_path / "trials.jsonl").open("a") as file:
+        file.write('{"trial": "0", "result": {"obj')
+    log.append("1", name="mine", parameters={})
+    log.append("0", result={"objective": 1.0, "step": 4}, ended=True)
+    log.append("2", ended=True)
+    found = trials_in(log.lines())
+    assert found.keys() == {"0", "1"}
+    assert [one["step"] for one in found["0"].results] == [2, 4]
+    assert (found["0"].has_ended, found["1"].has_ended, found["1"].name) == (True, False, "mine")
+    assert found["0"].results[0]["objective"] == float("inf")
 
 
 def test_a_trial_that_fails_ends_the_search_unless_its_error_is_caught(tmp_path: Path) -> None:

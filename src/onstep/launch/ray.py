@@ -17,13 +17,18 @@ from onstep.launch.plan import ONSTEP_COMMANDS, PYTHONS, Nodes
 
 _ANSWER_SECONDS = 5.0
 """How long the head of a cluster may take to accept a connection."""
+_NO_PRINT_PATCH = ("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+"""Ray Train else logs what ranks print, and prints it as well where a program has replaced `sys.stdout`, as ours."""
 _PROGRAM = Template("""\
+import os
+
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from onstep.integrations.ray import run_command
 
+os.environ.setdefault($variable)
 ray.init($init)
 TorchTrainer(
     run_command,
@@ -120,7 +125,8 @@ def program(job: RayJob) -> str:
     """The Python program that runs a job as `run` does."""
     parts = {**job.settings, "name": job.name, "storage": job.storage, "failures": job.max_restarts}
     shown = {name: _shown(value) for name, value in parts.items()}
-    return _PROGRAM.substitute(shown, init=_arguments(job.init), scaling=_arguments(job.scaling))
+    variable = ", ".join(map(_shown, _NO_PRINT_PATCH))
+    return _PROGRAM.substitute(shown, variable=variable, init=_arguments(job.init), scaling=_arguments(job.scaling))
 
 
 def run(job: RayJob, run_command: Callable[[Mapping[str, Any]], int]) -> int:
@@ -139,6 +145,7 @@ def run(job: RayJob, run_command: Callable[[Mapping[str, Any]], int]) -> int:
         import ray
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchTrainer
+    os.environ.setdefault(*_NO_PRINT_PATCH)
     _connect(job, head)
     try:
         result = TorchTrainer(

@@ -163,7 +163,7 @@ _REFUSED = {
     ),
 }
 _UNNEEDED = {
-    "_tune_save_checkpoint": "searches with Ray Tune are refused",
+    "_tune_save_checkpoint": "a trial has the checkpoints of its run",
     "_defer_fsdp_gradient_reduction": "ddp.sync_each_micro_batch decides when gradients are exchanged",
     "_sync_replicated_trainable_parameters": "all parameters are sharded, or none",
     "_has_mixed_mesh_grads": "the norm of gradients counts every kind of shards",

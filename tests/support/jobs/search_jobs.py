@@ -9,20 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import torch
 
 from onstep import Trainer, TrainerCallback
-from tests.support.small_models import Regression, arguments, regression_rows
+from tests.support.jobs.dropping import Dropping
+from tests.support.small_models import arguments, regression_rows
 
 STEPS = 8
 """Steps of a trial, with an evaluation after every second and a checkpoint after every fourth."""
-
-
-class Dropping(Regression):
-    """Random numbers decide what it learns."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        return super().forward(torch.nn.functional.dropout(x, 0.2, self.training), labels)
 
 
 class Noted(TrainerCallback):

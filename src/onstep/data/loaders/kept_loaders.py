@@ -21,6 +21,10 @@ class KeptLoaders:
         self._of_datasets: list[tuple[object, object, tuple[object, ...], EvalLoader]] = []
         self._of_loaders: WeakKeyDictionary[DataLoader[Any], EvalLoader] = WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep none in a copy, or in the process that it is sent to."""
+        return type(self), ()
+
     def of_dataset(
         self, dataset: object, collator: object, values: tuple[object, ...], make: Callable[[], EvalLoader]
     ) -> EvalLoader:

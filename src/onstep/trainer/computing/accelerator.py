@@ -49,6 +49,10 @@ class Accelerator(AcceleratorAnswers):
         self._prepared: WeakSet[object] = WeakSet()
         self.gradient_state = GradientState(self)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Know no run in the process that the Trainer is sent to."""
+        return type(self), (self._trainer,)
+
     def __setattr__(self, name: str, value: object) -> None:
         known = getattr(type(self), name, None)
         if isinstance(known, property) and known.fset is None:

@@ -52,12 +52,15 @@ class SearchingMethods(BaseTrainer):
             self.control.add_request(Request("should_training_stop", "hyperparameter_search", "on_evaluate", reason))
 
     def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Refused: it belongs to searches with Ray Tune.
+        """Refused: a search with Ray Tune needs no copies of checkpoints.
 
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("Trainer._tune_save_checkpoint belongs to searches with Ray Tune, which are not supported.")
+        raise ConfigError(
+            "Trainer._tune_save_checkpoint writes a copy for Ray, and is not supported: the trials of a search have the "
+            "checkpoints of their runs; set control.should_save = True in a callback to save one."
+        )
 
     def _makes_model_from_trial(self) -> bool:
         """Whether `model_init` receives the trial."""

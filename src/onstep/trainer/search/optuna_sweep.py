@@ -16,15 +16,13 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from onstep.checkpoint import checkpoints
 from onstep.distributed import on_main
 from onstep.errors import ConfigError, named_text
 from onstep.record.kinds import Metrics
 from onstep.trainer.search.optuna_replay import Remaining, replay, silent
-from onstep.trainer.search.trial_run import objective_of_run, ranks
+from onstep.trainer.search.trial_run import check_options, found_run, name_of_trial, objective_of_run, ranks
 from onstep.trainer.trials.objective import Objective, objective_of
 from onstep.trainer.trials.results import BestRun, Wanted
-from onstep.training.runs.run_dir import FINISHED, RunDir
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -176,13 +174,12 @@ class OptunaSweep:
             past = self._interrupted.pop(0)
             self._trial, self._is_pruned = self._asked_again(past), False
             self._reached = _reached_in(past)
-            run = RunDir(self._root / past.user_attrs.get(_NAME, ""))
-            has_run = _NAME in past.user_attrs and run.run_json.is_file()
-            if has_run and self._reached is not None and run.read().get("status") in FINISHED:
+            has_ended, resumes = found_run(self._root, past.user_attrs.get(_NAME, ""))
+            if has_ended and self._reached is not None:
                 self._is_pruned = len(self._wanted.directions) == 1 and self._trial.should_prune()
                 self._tell(self._reached[1])
                 continue
-            return self._assigned(resumes=has_run and bool(checkpoints(run.checkpoints)))
+            return self._assigned(resumes=resumes)
         if len(self._trials(*_ENDED)) >= self._wanted.n_trials or time.monotonic() > self._deadline:
             return None
         self._trial, self._is_pruned, self._reached = self._study.ask(), False, None
@@ -209,14 +206,8 @@ class OptunaSweep:
         trainer.hp_space(trial)  # lets the study choose all parameters
         name = trial.user_attrs.get(_NAME)
         if name is None:
-            name = f"run-{trial.number}" if trainer.hp_name is None else trainer.hp_name(trial)
             others = {one.user_attrs.get(_NAME): one.number for one in self._study.get_trials(deepcopy=False)}
-            if not isinstance(name, str) or Path(name).name != name or name in others:
-                taken = f", which is that of trial {others[name]}" if name in others else ""
-                raise ConfigError(
-                    f"hp_name must return a new directory name for each trial, got {name!r} for trial "
-                    f"{trial.number}{taken}; use the trial's number in it"
-                )
+            name = name_of_trial(trainer, trial, trial.number, others)
             trial.set_user_attr(_NAME, name)
         return Assigned(trial.number, name, dict(trial.params), resumes)
 
@@ -288,12 +279,7 @@ def _reached_in(past: Any) -> tuple[int, Objective] | None:
 
 def _check_options(options: Mapping[str, object]) -> None:
     known = {*inspect.signature(optuna.create_study).parameters, *_OF_THE_LOOP} - {"direction", "directions"}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise ConfigError(
-            f"hyperparameter_search has no keyword {', '.join(unknown)} with backend='optuna'; it accepts those of "
-            f"optuna.create_study and {', '.join(_OF_THE_LOOP)}."
-        )
+    check_options(options, known, "optuna", f"those of optuna.create_study and {', '.join(_OF_THE_LOOP)}")
     if options.get("n_jobs", 1) != 1:
         raise ConfigError(
             f"n_jobs must be 1, got {options['n_jobs']}: the trials of a Trainer are trained one after another; "

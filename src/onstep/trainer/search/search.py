@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from onstep.errors import ConfigError, extra
@@ -15,7 +16,7 @@ from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.own_arguments import config_of
 from onstep.trainer.training_checks import check_training
 from onstep.trainer.trials.objective import default_compute_objective
-from onstep.trainer.trials.parameters import default_space_optuna, set_parameters
+from onstep.trainer.trials.parameters import default_space_optuna, default_space_ray, set_parameters
 from onstep.trainer.trials.results import BestRun, HPSearchBackend, HPSpace, Wanted
 
 _DIRECTIONS = ("minimize", "maximize")
@@ -50,6 +51,8 @@ def search(
     trainer.compute_objective = compute_objective or default_compute_objective
     trainer.idle_in_search = frozenset()
     try:
+        if chosen is HPSearchBackend.RAY:
+            return _search_with_ray(trainer, hp_space or default_space_ray, wanted)
         return _search_with_optuna(trainer, hp_space or default_space_optuna, wanted)
     finally:
         trainer.sweep = trainer.hp_search_backend = trainer._trial = None
@@ -65,6 +68,15 @@ def _search_with_optuna(trainer: TrainerMethods, space: HPSpace, wanted: Wanted)
     return sweep.run()
 
 
+def _search_with_ray(trainer: TrainerMethods, space: HPSpace, wanted: Wanted) -> BestRun:
+    with extra("ray", "hyperparameter_search with backend='ray' requires Ray Tune"):
+        from onstep.trainer.search.ray_sweep import RaySweep, sample_of
+    trainer.hp_space = space
+    sweep = RaySweep(trainer, wanted)
+    _check_sample(trainer, sample_of(space))
+    return sweep.run()
+
+
 def _check_sample(trainer: TrainerMethods, parameters: object) -> None:
     """Reject (ConfigError) a space whose trial could not be trained with what it names, by one sample of it."""
     args = copy.copy(trainer.args)
@@ -77,9 +89,12 @@ def _check_sample(trainer: TrainerMethods, parameters: object) -> None:
 
 def _checked_backend(backend: str | None) -> HPSearchBackend:
     name = getattr(backend, "value", backend)  # of an enum of transformers
-    if name not in (None, HPSearchBackend.OPTUNA):
-        raise ConfigError(f"backend must be 'optuna', got {name!r}")
-    return HPSearchBackend.OPTUNA
+    if name is None:
+        is_only_ray = find_spec("optuna") is None and find_spec("ray") is not None
+        return HPSearchBackend.RAY if is_only_ray else HPSearchBackend.OPTUNA
+    if name not in tuple(HPSearchBackend):
+        raise ConfigError(f"backend must be 'optuna' or 'ray', got {name!r}")
+    return HPSearchBackend(name)
 
 
 def _checked_number(n_trials: object) -> int:

@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from onstep.checkpoint import checkpoints
 from onstep.distributed import World
-from onstep.errors import PREEMPTED
+from onstep.errors import PREEMPTED, ConfigError
 from onstep.trainer.own_arguments import config_of
 from onstep.trainer.session import ranks_of
 from onstep.trainer.trials.objective import Objective, objective_of
 from onstep.trainer.trials.parameters import args_of_trial
+from onstep.training.runs.run_dir import FINISHED, RunDir
+
+
+def check_options(options: Mapping[str, object], known: Collection[str], backend: str, what: str) -> None:
+    """Reject (ConfigError) keywords that the backend does not have; `what` says which it has."""
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise ConfigError(
+            f"hyperparameter_search has no keyword {', '.join(unknown)} with backend='{backend}'; it accepts {what}."
+        )
+
+
+def name_of_trial(trainer: Any, trial: Any, number: int, others: Mapping[object, int]) -> str:
+    """The name of a new trial's directory: `run-<number>`, or what `hp_name` returns.
+
+    Args:
+        trainer: the Trainer of the search.
+        trial: what `hp_name` receives.
+        number: of the trial.
+        others: the numbers of the other trials, by name.
+
+    Raises:
+        ConfigError: if it is not a new name of a directory.
+    """
+    name = f"run-{number}" if trainer.hp_name is None else trainer.hp_name(trial)
+    if not isinstance(name, str) or Path(name).name != name or name in others:
+        taken = f", which is that of trial {others[name]}" if name in others else ""
+        raise ConfigError(
+            f"hp_name must return a new directory name for each trial, got {name!r} for trial {number}{taken}; use "
+            f"what differs between trials in it"
+        )
+    return name
+
+
+def found_run(root: Path, name: str) -> tuple[bool, bool]:
+    """Whether the run of a trial has ended, and whether it has a checkpoint to continue from."""
+    run = RunDir(root / name)
+    if not name or not run.run_json.is_file():
+        return False, False
+    return run.read().get("status") in FINISHED, bool(checkpoints(run.checkpoints))
 
 
 @contextmanager

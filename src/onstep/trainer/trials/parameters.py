@@ -27,6 +27,18 @@ def default_space_optuna(trial: Any) -> dict[str, object]:
     }
 
 
+def default_space_ray(trial: object) -> dict[str, object]:
+    """The same, as transformers searches them with Ray Tune."""
+    from ray import tune
+
+    return {
+        "learning_rate": tune.loguniform(*_RATES),
+        "num_train_epochs": tune.choice(list(range(_EPOCHS[0], _EPOCHS[1] + 1))),
+        "seed": tune.uniform(*_SEEDS),
+        _BATCH_SIZE: tune.choice(_BATCH_SIZES),
+    }
+
+
 def args_of_trial(given: TrainingArguments, name: str) -> TrainingArguments:
     """A copy of the arguments, for a run named `name` in a directory of its own under `output_dir`."""
     args = copy.copy(given)

@@ -14,6 +14,7 @@ class HPSearchBackend(StrEnum):
     """What chooses the trials of a search."""
 
     OPTUNA = "optuna"
+    RAY = "ray"
 
 
 class BestRun(NamedTuple):
@@ -26,7 +27,7 @@ class BestRun(NamedTuple):
     hyperparameters: dict[str, Any]
     """Its parameters by name."""
     run_summary: Any = None
-    """None: the study has the other trials."""
+    """With Ray, its `ExperimentAnalysis`; None with Optuna, whose study has the other trials."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ def cluster() -> Iterator[RayCluster]:
         yield started
 
 
+STEPS = 800
+
+
 def configured(config: ConfigContainer, place: Path, steps: int) -> list[str]:
     """The words of a run of so many steps with asynchronous saves."""
     config.train.train_iters, config.train.micro_batch_size = steps, 2
@@ -160,9 +163,9 @@ print(json.dumps(found))
 
 def test_a_node_that_is_drained_costs_no_step_and_no_failure(tiny_config: ConfigContainer, tmp_path: Path) -> None:
     """The run saves once when the removal is announced, trains on, and continues on another node from there."""
-    words = [*configured(tiny_config, tmp_path, 300), "checkpoint.save_interval=1000", "run.name=run"]
+    words = [*configured(tiny_config, tmp_path, STEPS), "checkpoint.save_interval=10000", "run.name=run"]
     victims, run = Victims(tmp_path), tmp_path / "runs" / "run"
-    with ray_cluster(cpus=0) as cluster, cluster.node(cpus=2) as first:
+    with ray_cluster(cpus=0) as cluster, cluster.node(cpus=2) as one, cluster.node(cpus=2) as other:
         driver = cluster.launch(tmp_path, ["--nproc=2", "--max-restarts=0"], [*words, *victims.words])
 
         def said() -> str:
@@ -172,25 +175,24 @@ def test_a_node_that_is_drained_costs_no_step_and_no_failure(tiny_config: Config
             return driver.poll() is None
 
         try:
-            victims.wait_for(2, 10, said, is_driven)
-            cluster.drain(first, seconds=600)
+            ranks = victims.wait_for(2, 10, said, is_driven)
+            node = next(node for node in (one, other) if node.has_started(ranks[0]))
+            cluster.drain(node, seconds=600)
             until(lambda: checkpoints(run / "checkpoints"), said, while_true=is_driven, seconds=600)
             saved_at = checkpoints(run / "checkpoints")[0].step
-            pids = victims.wait_for(2, 1, said, is_driven)
-            with cluster.node(cpus=2):
-                for pid in pids:
-                    kill(pid)
-                assert driver.wait(1200) == 0, said()
+            assert is_driven(), said()
+            node.kill()
+            assert driver.wait(1200) == 0, said()
         finally:
             driver.kill()
             driver.wait()
     decisions = [json.loads(line) for line in (run / "decisions.jsonl").read_text().splitlines()]
     assert sum("Ray will remove a node" in json.dumps(one) for one in decisions) == 1
     steps = [one.step for one in victims.seen() if one.rank == 0]
-    assert sorted(set(steps)) == list(range(steps[0], 300 + steps[0]))
+    assert sorted(set(steps)) == list(range(1, STEPS + 1))
     again = [step for step in set(steps) if steps.count(step) > 1]
-    print(f"\nannounced, saved at step {saved_at}; {len(again)} of 300 steps were repeated")
-    assert min(again, default=saved_at + 1) > saved_at
+    print(f"\nannounced, saved at step {saved_at}; {len(again)} of {STEPS} steps were repeated, from {min(again)}")
+    assert min(again) == saved_at + 1
 
 
 def test_a_trainer_runs_in_a_training_function_and_a_relative_directory_is_refused(
@@ -206,8 +208,7 @@ def test_a_trainer_runs_in_a_training_function_and_a_relative_directory_is_refus
         found[runs] = driver
     relative, absolute = found.values()
     assert relative.returncode == 1
-    assert "run.output_dir=" in relative.stderr
-    assert "is in the temporary directory in which Ray starts workers" in relative.stderr
+    assert "output_dir=runs is in the temporary directory in which Ray starts workers" in relative.stderr
     assert absolute.returncode == 0, absolute.stderr[-4000:]
     said = json.loads(absolute.stdout.splitlines()[-1])
     assert said["step"] == 8

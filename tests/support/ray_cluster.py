@@ -52,6 +52,24 @@ class Seen:
     time: float
 
 
+@dataclass(frozen=True)
+class Node:
+    """A node that the tests have added to a cluster."""
+
+    id: str
+    process: subprocess.Popen[bytes]
+
+    def has_started(self, pid: int) -> bool:
+        """Whether a process is one of its own."""
+        return pid in {one.pid for one in psutil.Process(self.process.pid).children(recursive=True)}
+
+    def kill(self) -> None:
+        """Kill all of its processes, as a machine that is switched off."""
+        for one in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
 class RayCluster:
     """A head that listens on this machine, with a token of its own."""
 
@@ -60,8 +78,8 @@ class RayCluster:
         self.address = f"127.0.0.1:{port}"
 
     @contextmanager
-    def node(self, cpus: int) -> Iterator[str]:
-        """Another node, with so many CPUs, until the end of the block; its id."""
+    def node(self, cpus: int) -> Iterator[Node]:
+        """Another node, with so many CPUs, until the end of the block."""
         command = [*RAY, "start", "--block", f"--address={self.address}", f"--num-cpus={cpus}", "--disable-usage-stats"]
         known, log = set(self._nodes()), self.directory / f"node-{time.monotonic_ns()}.txt"
         with log.open("wb") as output:
@@ -69,19 +87,20 @@ class RayCluster:
                 command, env=self.environment, stdout=output, stderr=output, start_new_session=True
             )
         try:
-            yield until(
+            found = until(
                 lambda: next(iter(set(self._nodes()) - known), ""),
                 log.read_text,
                 while_true=lambda: process.poll() is None,
                 seconds=PATIENCE,
             )
+            yield Node(found, process)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
 
-    def drain(self, node: str, seconds: int) -> None:
+    def drain(self, node: Node, seconds: int) -> None:
         """Announce that a node will be removed, as a cloud does with a spot instance."""
-        command = [*RAY, "drain-node", f"--address={self.address}", f"--node-id={node}"]
+        command = [*RAY, "drain-node", f"--address={self.address}", f"--node-id={node.id}"]
         command += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot"]
         command += [f"--deadline-remaining-seconds={seconds}"]
         subprocess.run(command, env=self.environment, check=True, capture_output=True)

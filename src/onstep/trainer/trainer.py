@@ -135,18 +135,18 @@ class Trainer(TrainerMethods):
         continues from the newest checkpoint of its run. Afterwards `args` are as before.
 
         Args:
-            hp_space: gives the arguments of a trial by name, from an `optuna.Trial`; with Ray the space of each of them,
-                such as `ray.tune.uniform(0, 1)`, from None. None searches the learning rate, the number of epochs, the
-                seed and the batch size.
+            hp_space: gives the arguments of a trial by name, from an `optuna.Trial`; with Ray the space of each, such as
+                `ray.tune.uniform(0, 1)`, from None. None searches the learning rate, the number of epochs, the seed and
+                the batch size.
             compute_objective: the objective, from the metrics of an evaluation; a list if there are several directions.
                 None is the sum of the metrics other than the loss, or the loss if there are none.
             n_trials: trials of the whole search, those of earlier processes included.
             direction: `minimize` or `maximize`, or one of them for each value of the objective.
-            backend: `optuna` or `ray`, for which Ray starts a process for each trial; None is the one that is installed,
-                and Optuna if both are.
+            backend: `optuna` or `ray`, with which Ray starts a process for each trial; None is the one that is
+                installed, and Optuna if both are.
             hp_name: the name of a trial's directory, from the trial; with Ray from its parameters.
-            **kwargs: those of `optuna.create_study`, `timeout` (seconds), `catch` and `gc_after_trial`; with Ray those of
-                `ray.tune.run`, such as `scheduler`, `search_alg` and `resources_per_trial`.
+            **kwargs: those of `optuna.create_study`, `timeout` (seconds), `catch` and `gc_after_trial`; with Ray those
+                of `ray.tune.run`, such as `scheduler`, `search_alg` and `resources_per_trial`.
 
         Returns:
             The best trial; with several directions, a list of those that no other trial surpasses in all of them. With

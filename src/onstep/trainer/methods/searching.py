@@ -58,8 +58,8 @@ class SearchingMethods(BaseTrainer):
             ConfigError: always.
         """
         raise ConfigError(
-            "Trainer._tune_save_checkpoint writes a copy for Ray, and is not supported: the trials of a search have the "
-            "checkpoints of their runs; set control.should_save = True in a callback to save one."
+            "Trainer._tune_save_checkpoint writes a copy for Ray, and is not supported: a trial of a search has the "
+            "checkpoints of its run; set control.should_save = True in a callback to save one."
         )
 
     def _makes_model_from_trial(self) -> bool:

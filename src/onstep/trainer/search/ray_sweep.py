@@ -63,8 +63,8 @@ class RaySweep:
             raise ConfigError("backend='ray' requires one direction; use backend='optuna' for a list of them.")
         if trainer.args.world_size > 1:
             raise ConfigError(
-                "backend='ray' starts a process for each trial itself; call it in one process, or use backend='optuna', "
-                "with which all ranks train each trial."
+                "backend='ray' itself starts a process for each trial; call it in one process, or use "
+                "backend='optuna', with which all ranks train each trial."
             )
         self._trainer, self._wanted = trainer, wanted
         self._mode = wanted.directions[0][:3]

@@ -116,7 +116,7 @@ class RayTrial(Trainable):  # type: ignore[misc]
             self._train()
         except SystemExit:
             self._results.put(OnstepError(f"The run of trial {self.trial_id} has paused; the same call continues it."))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that Ray calls
             self._results.put(error)
         else:
             self._results.put(None)

@@ -105,6 +105,18 @@ def test_a_search_of_12_trials_killed_twice_has_the_trials_of_one_that_nobody_to
     assert sum("ended" in line for number in range(12) for line in lines_of(place, str(number))) == 12
 
 
+def test_a_killed_search_continues_its_trial_and_its_search_algorithm(cluster: RayCluster, tmp_path: Path) -> None:
+    expected, place = searched(cluster, tmp_path / "whole", learns=True), tmp_path / "killed"
+    kill(cluster, place, at=STEPS + 7, learns=True)  # at step 7 of the second trial: evaluated at 6, saved at 4
+    found = searched(cluster, place, learns=True)
+    assert found == expected
+    done = steps_of(place)
+    assert [step for step in sorted(done) if done[step] > 1] == [f"run-1 {step}" for step in (5, 6, 7)]
+    assert len(done) == 3 * STEPS
+    results = [line["result"]["step"] for line in lines_of(place, "1") if "result" in line]
+    assert results == [2, 4, 6, 8], "no result is written twice"
+
+
 def test_two_trials_at_once_are_those_of_one_after_another_and_the_same_call_finds_them_done(
     cluster: RayCluster, tmp_path: Path
 ) -> None:

@@ -6,12 +6,15 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import ray
+from optuna.samplers import TPESampler
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search.optuna import OptunaSearch
 
 from onstep import Trainer, TrainerCallback
 from tests.support.jobs.dropping import Dropping
@@ -32,6 +35,7 @@ class Noted(TrainerCallback):
             file.write(f"{Path(args.output_dir).name} {state.global_step}\n")
         if self.kill_after is not None and len(Path("steps.txt").read_text().splitlines()) == self.kill_after:
             os.kill(self.driver, signal.SIGKILL)
+            time.sleep(600)  # until Ray ends this process
 
 
 class Fails(TrainerCallback):
@@ -74,6 +78,9 @@ def search(settings: dict[str, Any]) -> dict[str, Any]:
         default_callbacks=False,
         callbacks=callbacks,
     )
+    chosen = (
+        {"search_alg": OptunaSearch(sampler=TPESampler(seed=3, n_startup_trials=1))} if settings.get("learns") else {}
+    )
     scheduler = ASHAScheduler(time_attr="step", max_t=STEPS, grace_period=2, reduction_factor=2)
     best = trainer.hyperparameter_search(
         space,
@@ -84,6 +91,7 @@ def search(settings: dict[str, Any]) -> dict[str, Any]:
         verbose=0,
         max_concurrent_trials=settings.get("at_once", 1),
         **({"scheduler": scheduler} if settings.get("stops") else {}),
+        **chosen,
     )
     assert trainer.args.output_dir == "sweep"
     trials = [

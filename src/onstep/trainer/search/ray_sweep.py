@@ -128,13 +128,12 @@ class RaySweep:
     def _sendable(self) -> Iterator[None]:
         """Set aside what the Trainer has of an earlier training, and make its paths absolute."""
         trainer = self._trainer
-        before = {name: getattr(trainer, name) for name in ("args", "model", "global_state", "previous")}
+        before = {name: getattr(trainer, name) for name in ("args", "model", "global_state")}
         trainer.args = copy.copy(trainer.args)
         trainer.args.output_dir = str(self._root)
         if trainer.args.logging_dir is not None:
             trainer.args.logging_dir = os.path.abspath(trainer.args.logging_dir)
         trainer.model = trainer.global_state = None
-        trainer.previous = None, None
         try:
             yield
         finally:

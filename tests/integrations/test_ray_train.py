@@ -187,7 +187,7 @@ def test_a_node_that_is_drained_costs_no_step_and_no_failure(tiny_config: Config
             driver.kill()
             driver.wait()
     decisions = [json.loads(line) for line in (run / "decisions.jsonl").read_text().splitlines()]
-    assert sum("Ray will remove a node" in json.dumps(one) for one in decisions) == 1
+    assert {one["step"] for one in decisions if one["reason"] == "Ray will remove a node"} == {saved_at}
     steps = [one.step for one in victims.seen() if one.rank == 0]
     assert sorted(set(steps)) == list(range(1, STEPS + 1))
     again = [step for step in set(steps) if steps.count(step) > 1]
@@ -208,7 +208,7 @@ def test_a_trainer_runs_in_a_training_function_and_a_relative_directory_is_refus
         found[runs] = driver
     relative, absolute = found.values()
     assert relative.returncode == 1
-    assert "output_dir=runs is in the temporary directory in which Ray starts workers" in relative.stderr
+    assert "/runs is in the temporary directory in which Ray starts workers" in relative.stderr
     assert absolute.returncode == 0, absolute.stderr[-4000:]
     said = json.loads(absolute.stdout.splitlines()[-1])
     assert said["step"] == 8

@@ -102,7 +102,7 @@ slurm:
 
 # Runs on a Ray cluster of this machine, with ranks and drivers that are killed: a quarter of an hour.
 ray: $(RAY)/.ready
-	$(RAY)/bin/python -m pytest -s tests/integrations/test_ray_train.py
+	$(RAY)/bin/python -m pytest -s tests/integrations/test_ray_train.py tests/integrations/test_ray_search.py
 	$(RAY)/bin/python -m pytest tests/docs/test_examples.py -k on-a-cluster.md
 
 bench-peers: $(PEERS)/.ready

@@ -135,8 +135,8 @@ class Trainer(TrainerMethods):
         continues from the newest checkpoint of its run. Afterwards `args` are as before.
 
         Args:
-            hp_space: gives the arguments of a trial by name, from an `optuna.Trial`; with Ray the space of each, such as
-                `ray.tune.uniform(0, 1)`, from None. None searches the learning rate, the number of epochs, the seed and
+            hp_space: gives the arguments of a trial by name, from an `optuna.Trial`; with Ray their spaces, such as
+                `ray.tune.uniform(0, 1)`. None searches the learning rate, the number of epochs, the seed and
                 the batch size.
             compute_objective: the objective, from the metrics of an evaluation; a list if there are several directions.
                 None is the sum of the metrics other than the loss, or the loss if there are none.

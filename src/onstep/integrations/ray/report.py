@@ -77,8 +77,8 @@ class RayReport(Callback):
         temporary = Path(storage.local_working_directory).resolve()
         if directory.path.resolve().is_relative_to(temporary):
             raise ConfigError(
-                f"The run's directory {directory.path} is in the temporary directory in which Ray starts workers, where "
-                f"the run cannot be continued; give an absolute output_dir, which all nodes see."
+                f"The run's directory {directory.path} is in the temporary directory in which Ray starts workers, "
+                f"where the run cannot be continued; give an absolute output_dir, which all nodes see."
             )
 
     def on_log(self, context: CallbackContext) -> None:

@@ -100,7 +100,7 @@ browser:
 slurm:
 	@tools/install_packages.sh slurmctld slurmctld slurmd slurm-client
 
-# Runs on a Ray cluster of this machine, with ranks and drivers that are killed: a quarter of an hour.
+# Runs on a Ray cluster of this machine, with ranks, drivers and searches that are killed: half an hour.
 ray: $(RAY)/.ready
 	$(RAY)/bin/python -m pytest -s tests/integrations/test_ray_train.py tests/integrations/test_ray_search.py
 	$(RAY)/bin/python -m pytest tests/docs/test_examples.py -k on-a-cluster.md

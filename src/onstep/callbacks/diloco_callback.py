@@ -38,6 +38,13 @@ from onstep.train_state import StateDict
 logger: logging.Logger = logging.getLogger(__name__)
 
 
+_NO_ROLLBACK = (
+    "one site of a DiLoCo run cannot be rolled back alone: the others would average the way back, and the samples of "
+    "the steps that are repeated would not come again; skip such steps (on_spike=skip, on_nonfinite=skip), or let an "
+    "operator go back for all sites (onstep diloco control go-back)"
+)
+
+
 class DiLoCoCallback(TrainerCallback):
     """Trains together with the other workers of a DiLoCo server, or the other sites of a process group.
 
@@ -119,6 +126,7 @@ class DiLoCoCallback(TrainerCallback):
         self.server_addr = os.environ.get("DILOCO_SERVER", "") if server_addr is None else server_addr
         self.group = os.environ.get("DILOCO_GROUP") or None if group is None else group
         check_one_way(self.server_addr, self.group)
+        self.no_rollback = _NO_ROLLBACK if self.active else None
         self.worker_id = worker_id or os.environ.get("DILOCO_WORKER_ID") or None
         number = number_from_environment if self.active else _no_number
         interval = number("DILOCO_HEARTBEAT_INTERVAL", float) if heartbeat_interval is None else heartbeat_interval

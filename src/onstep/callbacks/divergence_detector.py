@@ -265,6 +265,8 @@ class DivergenceDetector(TrainerCallback):
                 f"action='rollback' requires a control with rollback(), which {type(control).__name__} does not have; "
                 f"train with Onstep's Trainer or pretrain(), or use action='stop' or 'abort'."
             )
+        if self.action == "rollback" and getattr(control, "no_rollback", None):
+            raise ConfigError(f"action='rollback' is not possible: {control.no_rollback}; or use action='stop'.")
 
 
 DualTimeScaleDivergenceDetector = DivergenceDetector

@@ -31,6 +31,7 @@ class Callback:
     - `check_start()`: a method that is called on each rank before anything is built; what it raises ends the run there.
     - `changes_weights`: False if none of its methods changes weights or optimizer state, so that the copies of an
       asynchronous save need not end before they are called; None for unknown.
+    - `no_rollback`: why a run with this callback cannot be rolled back; None if it can;
     - `reads_weights`: False if none of its methods reads weights, so that gathers of a distributed optimizer need not
       end before they are called; None for unknown, which counts as True.
     """
@@ -41,6 +42,7 @@ class Callback:
     settable: ClassVar[Mapping[str, Setting]] = {}
     commands: ClassVar[Mapping[str, str]] = {}
     changes_weights: bool | None = None
+    no_rollback: str | None = None
     reads_weights: bool | None = None
     needs_onstep: str | None = "it has methods of the form on_<event>(context), which no other trainer calls"
     """Why it cannot work in Hugging Face's Trainer, where it is refused."""
@@ -68,6 +70,7 @@ class TrainerCallback:
     settable: ClassVar[Mapping[str, Setting]] = {}
     commands: ClassVar[Mapping[str, str]] = {}
     changes_weights: bool | None = None
+    no_rollback: str | None = None
     reads_weights: bool | None = None
     needs_onstep: str | None = None
     """Why it cannot work in Hugging Face's Trainer, where it is refused; None if it can."""

@@ -138,6 +138,8 @@ class Control(TrainerControl):
     """Values of the registered callbacks that can be set during the run, by their key."""
     commands: dict[str, str] = field(default_factory=dict, repr=False)
     """Commands that registered callbacks carry out, and what they do."""
+    no_rollback: str | None = None
+    """Why the run cannot be rolled back, as a registered callback says."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in FLAGS:

@@ -9,7 +9,7 @@ from onstep.events.context import CallbackContext, UserState
 from onstep.events.events import EVENTS, TRAINING, VALID_EVENTS, Event
 from onstep.events.manager import CallbackManager
 from onstep.events.registration import Listeners, author_of
-from onstep.events.settings import declared_commands, declared_settings
+from onstep.events.settings import declared_commands, declared_settings, no_rollback_of
 from onstep.events.views import OptimizerView, RunView, SchedulerView
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Dispatcher:
             named = [(author_of(one), one) for one in self.manager.callbacks]
             self.run.control.declared = declared_settings(named)
             self.run.control.commands = declared_commands(self.manager.callbacks)
+            self.run.control.no_rollback = no_rollback_of(self.manager.callbacks)
 
     def listens(self, event: str) -> bool:
         """Whether any callback listens to the event.

@@ -79,6 +79,11 @@ def declared_commands(callbacks: Iterable[object]) -> dict[str, str]:
     return found
 
 
+def no_rollback_of(callbacks: Iterable[object]) -> str | None:
+    """Why a run with these callbacks cannot be rolled back; None if it can."""
+    return next(filter(None, (getattr(one, "no_rollback", None) for one in callbacks)), None)
+
+
 def check_setting(key: str, value: object, declared: Mapping[str, DeclaredSetting] | None = None) -> None:
     """Check a value that is to be changed during the run.
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 from onstep.config import ConfigContainer, resolve
 from onstep.config.checks import idle_line, idle_settings
+from onstep.config.checks.run import check_rollback_policies
 from onstep.config.differences import describe
 from onstep.config.short_runs import fit_short_run
 from onstep.distributed import World, attempt
 from onstep.errors import ConfigError, DataError, MissingExtraError, OnstepError, RunExistsError, forget_warnings
 from onstep.events import CallbackManager, Control, Dispatcher
+from onstep.events.settings import no_rollback_of
 from onstep.processes.forking import check_imports_are_done
 from onstep.recipes import RECIPES
 from onstep.trackers.report_to import attach_trackers
@@ -84,6 +86,7 @@ def open_run(
         check_start = getattr(callback, "check_start", None)
         if callable(check_start):
             check_start()
+    check_rollback_policies(config, no_rollback_of(callbacks))
     with run.features.open(SETUP, run, run.world), join(config) as world:
         claim, hold = claim_run(config, world)
         with abandoned_on_error(hold):

@@ -158,10 +158,26 @@ def saves_meet_evaluations(config: ConfigContainer) -> bool:
     return saved is not None and evaluated is not None and saved % evaluated == 0
 
 
+def check_rollback_policies(config: ConfigContainer, refused: str | None) -> None:
+    """Refuse a policy that rolls back in a run that cannot.
+
+    Raises:
+        ConfigError: with the reason `refused`, unless that is None.
+    """
+    key = _rollback_policy(config)
+    if key is not None and refused is not None:
+        raise ConfigError(f"{key}=rollback is not possible: {refused}.")
+
+
+def _rollback_policy(config: ConfigContainer) -> str | None:
+    """The first key whose policy is to roll back."""
+    policies = {"train.on_nonfinite": config.train.on_nonfinite, "anomaly.on_spike": config.anomaly.on_spike}
+    return next((key for key, value in policies.items() if value == "rollback"), None)
+
+
 def _check_rollback(config: ConfigContainer, components: Sequence[str]) -> None:
     """Check that a run with rollbacks saves checkpoints with the whole state."""
-    policies = {"train.on_nonfinite": config.train.on_nonfinite, "anomaly.on_spike": config.anomaly.on_spike}
-    key = next((key for key, value in policies.items() if value == "rollback"), None)
+    key = _rollback_policy(config)
     if key is None:
         return
     checkpoint = config.checkpoint

@@ -225,6 +225,8 @@ class TrainerControlCallback(TrainerCallback):
         assert run is not None
         if command in (*_SAVING, "rollback") and run.checkpoints is None:
             _refuse(command, "this run has no directory for checkpoints; give it a run.name or an output_dir")
+        if command == "rollback" and run.control.no_rollback is not None:
+            _refuse(command, run.control.no_rollback)
         if command == "pause" and self._is_paused and not self.inbox.awaits("resume"):
             _refuse(command, "the run is paused already")
         if command == "resume" and not self._is_paused and not self.inbox.awaits("pause"):

@@ -212,15 +212,18 @@ class RollBack:
     """The learning-rate factor from here on."""
     abandoned: TrainState
     """A copy of the progress of the abandoned branch."""
+    refused: str | None = None
+    """Why a callback does not allow it."""
 
     @classmethod
-    def at(cls, progress: TrainState, request: Request, factor: float) -> RollBack:
-        """The requested rollback, given the progress right after the step; `factor` is the default of `lr_factor`."""
+    def at(cls, run: Run, request: Request) -> RollBack:
+        """The requested rollback, given the run right after the step."""
+        progress, factor = run.train_state, run.cfg.anomaly.rollback_lr_factor
         bad_step: int = request.details.get("bad_step", progress.step)
         to_step = request.details.get("to_step")
         last_good_step = bad_step - 1 if to_step is None else to_step
         lr_factor = progress.overrides.get("lr_factor", 1.0) * request.details.get("lr_factor", factor)
-        return cls(bad_step, last_good_step, request, lr_factor, deepcopy(progress))
+        return cls(bad_step, last_good_step, request, lr_factor, deepcopy(progress), run.control.no_rollback)
 
     def carry_over(self, progress: TrainState) -> None:
         """Copy into the loaded `progress` what is not undone.
@@ -253,6 +256,8 @@ class RollBack:
     @property
     def lacking(self) -> str:
         """Why it cannot be done, if it cannot."""
+        if self.refused is not None:
+            return self.refused
         if self.is_too_fast:
             return f"it would multiply the learning rate by {self.lr_factor:g}, above the limit of {MOST_LR_FACTOR:g}"
         return f"no verified checkpoint of step {self.last_good_step} or earlier exists"
@@ -260,6 +265,8 @@ class RollBack:
     def impossible(self) -> AnomalyError:
         """The error for a run that cannot roll back."""
         why = shorten_ids(self.request.reason or str(self.request))
+        if self.refused is not None:
+            return AnomalyError(f"step {self.bad_step} must be undone ({why}), but {self.refused}.")
         remedy = (
             "lower anomaly.rollback_lr_factor" if self.is_too_fast else "save more often with checkpoint.save_interval"
         )
@@ -282,8 +289,8 @@ def roll_back(job: Job, request: Request) -> bool:
     if not request.is_steered:
         progress.num_rollbacks += 1
         run.features.before_rollback(request.details.get("bad_step", progress.step), request)
-    rollback = RollBack.at(progress, request, run.cfg.anomaly.rollback_lr_factor)
-    info = None if rollback.is_too_fast else _checkpoint_to_load(run, rollback)
+    rollback = RollBack.at(run, request)
+    info = None if rollback.is_too_fast or rollback.refused else _checkpoint_to_load(run, rollback)
     if run.world.is_main:
         _warn_if_it_differs(rollback, info)
     if info is None and request.is_steered:

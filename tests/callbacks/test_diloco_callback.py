@@ -127,7 +127,10 @@ COMMANDED = {
 
 
 @pytest.mark.parametrize("command", COMMANDED)
-def test_an_operators_command_at_the_server_is_carried_out_by_the_worker(command: str, tmp_path: Path) -> None:
+def test_an_operators_command_at_the_server_is_carried_out_by_the_worker(
+    command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "onstep.callbacks.diloco_callback")
     last, saved = COMMANDED[command]
     with serve(sync_every=100) as server:
         commander = Commander(server.address, command)
@@ -135,6 +138,7 @@ def test_an_operators_command_at_the_server_is_carried_out_by_the_worker(command
         train(tmp_path, commander, callback)
     assert commander.last_step == last
     assert commander.saved == saved
+    assert ("the checkpoint that the server asks for is that of step 2" in caplog.text) == (command == "save")
 
 
 class Commander(TrainerCallback):

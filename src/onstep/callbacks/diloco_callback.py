@@ -163,6 +163,7 @@ class DiLoCoCallback(TrainerCallback):
         self._times_over = 0
         self._divergence: DivergenceWatch | None = None
         self._is_at_start = False
+        self._is_told_to_save = False
         self._adds_at_log_step = False
 
     @property
@@ -357,11 +358,18 @@ class DiLoCoCallback(TrainerCallback):
             commands = self.worker.share(commands)
         for name in dict.fromkeys(commands):
             logger.info("DiLoCo: the server tells its workers to %s", RELAYED[name])
+            self._is_told_to_save = self._is_told_to_save or name == "save_checkpoint"
             for flag in COMMANDS[name].requests:
                 if hasattr(control, flag):
                     setattr(control, flag, True)
                 else:
                     logger.warning("DiLoCo: this Trainer cannot abort; it stops, and saves as it does at every end")
+
+    def on_save(self, args: object, state: RunState, control: object, **kwargs: object) -> None:
+        """Say that the checkpoint is there which the server has asked for."""
+        if self._is_told_to_save and self.worker is not None:
+            logger.info("DiLoCo: the checkpoint that the server asks for is that of step %d", state.global_step)
+        self._is_told_to_save = False
 
     def on_log_step(
         self, args: object, state: RunState, control: object, logs: Metrics | None = None, **kwargs: object

@@ -27,3 +27,11 @@ def test_a_long_outage_is_said_again_at_growing_intervals(caplog: pytest.LogCapt
         "DiLoCo: the server answers again, and has this worker's submission",
     ]
     assert caplog.messages == 2 * said
+
+
+def test_work_that_the_server_drops_is_not_called_received(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "onstep.diloco")
+    outage = Outage()
+    outage.begin()
+    outage.end(has_submission=False)
+    assert caplog.messages[1:] == ["DiLoCo: the server answers again"]

@@ -46,8 +46,9 @@ class Outage:
                 timedelta(seconds=round(now - self._since)),
             )
 
-    def end(self) -> None:
-        """Note that the server has this worker's work."""
+    def end(self, has_submission: bool = True) -> None:
+        """Note that the server has decided on this worker's work: it has it, or has dropped it."""
         if self._since is not None:
             self._since = None
-            logger.info("DiLoCo: the server answers again, and has this worker's submission")
+            has_it = ", and has this worker's submission" if has_submission else ""
+            logger.info("DiLoCo: the server answers again%s", has_it)

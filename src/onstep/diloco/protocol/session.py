@@ -189,7 +189,7 @@ class WorkerSession:
                     return reply
                 assert isinstance(reply, Accepted)
                 pending.version = reply.version
-                self.awaits = f"version {reply.version}: others (the server has this worker's submission)"
+                self.awaits = f"version {reply.version}: the other workers (the server has this worker's submission)"
             answer = yield from self._ask(
                 lambda: self._await(fragment, until, have_version, pending.submit.sequence), until
             )

@@ -300,7 +300,7 @@ class Exchange:
             try:
                 self.arrived[index] = future.result()
                 self._lost.discard(index)
-                self.member.outage.end()
+                self.member.outage.end(has_submission=index not in self.member.dropped)
             except ServerLostError as error:
                 if isinstance(error, RoundOpenError):
                     logger.warning("DiLoCo: training continues without a result of the server: %s", error)

@@ -13,7 +13,8 @@ optimizer, each with its best inner learning rate; data parallelism has none to 
 DiLoCo. The paper, with 150 million parameters and 8 workers: after 128 rounds of 500 steps, the perplexity of DiLoCo
 is 0.1 lower than that of data-parallel training.
 
-Takes about half an hour on a free core. Exits with 1 if a ratio is above `LIMITS`: those from random weights are.
+Takes about half an hour on a free core. Exits with 1 if a ratio is above `LIMITS`: with the paper's momentum
+(`--outer 0.7,0.9`), those from random weights are.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Run with `python benchmarks/diloco_rules.py absences`, `... outages` or `... asynchronous` (minutes; `--rounds 8` for a
 short look). Everything is in one process, on a virtual clock, with the real outer optimizers and weights;
-`asynchronous` also has the real coordinator and `DiLoCoWorker`. The figures are those of decisions 0054 and 0058.
+`asynchronous` also has the real coordinator and `DiLoCoWorker`. The figures of decisions 0054 and 0058 are those of
+an outer momentum of 0.9, those of 0073 of 0.6.
 
 - `absences`: three workers; one is cut off after a quarter of the rounds, trains on, and returns after 1, 2, 5 or 20
   rounds. Its loss relative to the same run in which it never returns, the greatest weight of a round over the mean,
@@ -29,7 +30,7 @@ from diloco_sites import Bench, Tensors, corpus, difference, new_model, values
 from onstep.diloco.codec.body import read_body, write_body
 from onstep.diloco.codec.formats import encode
 from onstep.diloco.codec.specs import specs_of
-from onstep.diloco.outer import OuterFactory, default_momentum, delayed, nesterov_sgd, sgd
+from onstep.diloco.outer import OuterFactory, delayed, nesterov_sgd, sgd
 from onstep.diloco.protocol import aging
 from onstep.diloco.protocol.coordinator import Coordinator
 from onstep.diloco.protocol.messages import Ready, Reply, Request, Settings, Submit, fingerprint
@@ -301,9 +302,9 @@ def compare_asynchronous(bench: Bench, counts: tuple[int, ...]) -> None:
         rounds = synchronous(bench, count)
         print(f"{count:7} {rounds:8.4f} {1:10.4f}  synchronous rounds", flush=True)
         rules = {
-            "the defaults": delayed(sgd(momentum=default_momentum("async", count)), count),
-            "delayed Nesterov with momentum 0.9": delayed(nesterov_sgd, count),
-            "Nesterov with momentum 0.9 at each submission": nesterov_sgd,
+            "the defaults": delayed(nesterov_sgd, count),
+            "delayed Nesterov with momentum 0.9": delayed(sgd(momentum=0.9), count),
+            "Nesterov with momentum 0.9 at each submission": sgd(momentum=0.9),
         }
         for name, factory in rules.items():
             loss = asynchronous(bench, factory, count)

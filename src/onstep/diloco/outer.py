@@ -14,7 +14,9 @@ from onstep.errors import ConfigError, require
 OuterFactory = Callable[[list[Tensor]], Optimizer]
 """Makes the outer optimizer of some parameters; called once for each fragment."""
 
-LEARNING_RATE, MOMENTUM = 0.7, 0.9
+LEARNING_RATE = 0.7
+MOMENTUM = 0.6
+"""Less than the 0.9 of Douillard et al. 2023; docs/adr/0073 has the losses of both."""
 MOST_LEARNING_RATE = 10.0
 """Ten times what any published run of DiLoCo uses; a rate far above 1 leaves the workers' models behind for good."""
 
@@ -25,23 +27,11 @@ def sgd(lr: float = LEARNING_RATE, momentum: float = MOMENTUM) -> OuterFactory:
 
 
 def nesterov_sgd(parameters: list[Tensor]) -> Optimizer:
-    """SGD with learning rate 0.7 and Nesterov momentum 0.9.
+    """SGD with learning rate 0.7 and Nesterov momentum 0.6, with rounds as without (decision 0073).
 
     Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", section 3.1.
     """
     return sgd()(parameters)
-
-
-def default_momentum(mode: str, num_workers: int) -> float:
-    """Momentum 0.9 for rounds, and less for asynchronous workers, whose old submissions act as momentum.
-
-    `n` workers that do not wait for each other have a momentum of `1 - 1 / n` without any. So `mu` gives the effect of
-    0.9 if `(1 - mu) / n = 1 - 0.9`; from 10 workers on, none is left to add.
-
-    Source: Mitliagkas et al. 2016, "Asynchrony begets Momentum,
-    with an Application to Deep Learning".
-    """
-    return MOMENTUM if mode == "sync" else max(0.0, round(1.0 - num_workers * (1.0 - MOMENTUM), 6))
 
 
 class DelayedNesterov(Optimizer):
@@ -202,12 +192,10 @@ def nesterov_rates(optimizer: Optimizer) -> tuple[float, float]:
 
 
 def follow_workers(optimizer: Optimizer, before: int, now: int) -> None:
-    """Let the asynchronous values that are the defaults of a number of workers be those of another number."""
+    """Let the asynchronous buffer that is the default of a number of workers be that of another number."""
     for group in optimizer.param_groups:
         if group.get("buffer_size") == before:
             group["buffer_size"] = now
-            if group["momentum"] == default_momentum("async", before):
-                group["momentum"] = default_momentum("async", now)
 
 
 def set_rate(optimizer: Optimizer, lr: float | None = None, momentum: float | None = None) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onstep.diloco.client import DiLoCoClient
-from onstep.diloco.outer import DelayedNesterov, default_momentum
+from onstep.diloco.outer import DelayedNesterov
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server import DiLoCoServer
 from onstep.diloco.worker.divergence import DivergenceWatch
@@ -20,22 +20,22 @@ def group_of(server: DiLoCoServer) -> dict[str, object]:
     return dict(server._state.fragments[0].groups[0])
 
 
-@pytest.mark.parametrize(("workers", "momentum"), [(1, 0.9), (2, 0.8), (3, 0.7), (5, 0.5), (10, 0.0), (30, 0.0)])
-def test_the_momentum_is_what_the_age_of_the_submissions_does_not_add(workers: int, momentum: float) -> None:
-    assert default_momentum("async", workers) == momentum
-    assert default_momentum("sync", workers) == 0.9
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_outer_optimizer_is_the_same_with_rounds_and_without(is_async: bool) -> None:
+    with DiLoCoServer({"weight": torch.zeros(4)}, 3, async_mode=is_async, port=0, token="t") as server:
+        assert {"lr": 0.7, "momentum": 0.6}.items() <= group_of(server).items()
 
 
 def test_a_server_applies_submissions_by_delayed_nesterov_for_as_many_workers_as_it_expects(tmp_path: Path) -> None:
     weights = {"weight": torch.zeros(4)}
     with DiLoCoServer(weights, 3, async_mode=True, port=0, token="t", output_dir=tmp_path) as server:
         assert isinstance(server._state.fragments[0].optimizer, DelayedNesterov)
-        assert {"buffer_size": 3, "momentum": 0.7}.items() <= group_of(server).items()
+        assert {"buffer_size": 3, "momentum": 0.6}.items() <= group_of(server).items()
         with DiLoCoClient(server.address, token="t") as client:
             client.control("update_num_workers", {"num_workers": 5})
-        assert {"buffer_size": 5, "momentum": 0.5}.items() <= group_of(server).items()
+        assert {"buffer_size": 5, "momentum": 0.6}.items() <= group_of(server).items()
     with DiLoCoServer(None, 3, async_mode=True, port=0, token="t", output_dir=tmp_path) as server:
-        assert {"buffer_size": 5, "momentum": 0.5}.items() <= group_of(server).items()
+        assert {"buffer_size": 5, "momentum": 0.6}.items() <= group_of(server).items()
 
 
 def test_a_momentum_that_was_chosen_stays_with_another_number_of_workers() -> None:

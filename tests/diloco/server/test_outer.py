@@ -87,4 +87,4 @@ def test_rates_out_of_range_are_refused_and_change_nothing(lr: float | None, mom
     optimizer = nesterov_sgd([torch.zeros(1)])
     with pytest.raises(ConfigError):
         set_rate(optimizer, lr, momentum)
-    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.7, 0.9)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.7, 0.6)

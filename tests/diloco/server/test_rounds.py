@@ -39,7 +39,7 @@ def test_the_outer_step_is_torchs_sgd_on_the_average_weighted_by_tokens(
     for one in workers:
         one.join()
     masters = {name: one.clone() for name, one in model.items()}
-    optimizer = SGD(masters.values(), lr=0.7, momentum=0.9, nesterov=True)
+    optimizer = SGD(masters.values(), lr=0.7, momentum=0.6, nesterov=True)
     for number in range(3):
         deltas = [_random(model, seed, torch.float64) for seed in (number, number + 100)]
         for one, delta, tokens in zip(workers, deltas, (1, 3), strict=True):
@@ -174,7 +174,7 @@ def test_parameters_in_float32_and_float64_are_averaged_each_in_its_own_dtype(se
         "b": torch.float64,
         "c": torch.float32,
     }
-    assert torch.allclose(got["b"] - 1, torch.full((2,), -1.33e-12, dtype=torch.float64), rtol=0, atol=1e-15)
+    assert torch.allclose(got["b"] - 1, torch.full((2,), -1.12e-12, dtype=torch.float64), rtol=0, atol=1e-15)
 
 
 def test_fragments_have_rounds_of_their_own(serve: Serve, worker: Worker, parameters: dict[str, Tensor]) -> None:
@@ -203,7 +203,7 @@ def test_asynchronous_submissions_are_each_a_round_by_delayed_nesterov(
     masters = {name: one.clone() for name, one in parameters.items()}
     for name, master in masters.items():
         master.grad = (deltas[0][name] + deltas[1][name]) / 2
-    SGD(masters.values(), lr=0.7, momentum=0.8, nesterov=True).step()
+    SGD(masters.values(), lr=0.7, momentum=0.6, nesterov=True).step()
     for name, master in masters.items():
         assert torch.allclose(got[name], master, rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match="dn_buffer_size"):
@@ -228,7 +228,7 @@ def test_the_simple_client_trains_with_nothing_else(serve: Serve, parameters: di
     for thread in threads:
         thread.join(PATIENCE)
     for name, one in parameters.items():
-        assert torch.allclose(results["a"][name], one - 0.7 * 1.9)
+        assert torch.allclose(results["a"][name], one - 0.7 * 1.6)
         assert torch.equal(results["a"][name], results["b"][name])
     with DiLoCoClient(server.address) as client:
         status = client.get_status()

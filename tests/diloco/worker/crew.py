@@ -118,7 +118,7 @@ def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.6, nesterov=True)
 
 
 def data_parallel(count: int, steps: int, lr: float) -> dict[str, Tensor]:

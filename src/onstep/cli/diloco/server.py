@@ -78,13 +78,7 @@ def server(
         typer.Option(help="Submissions per update of the momentum with --async; default: the workers, 0: each."),
     ] = None,
     outer_lr: Annotated[float, typer.Option(help="Learning rate of the outer optimizer.")] = 0.7,
-    outer_momentum: Annotated[
-        float | None,
-        typer.Option(
-            help="Its Nesterov momentum; 0: plain SGD; default: 0.9, with --async 0.1 less for each worker after the "
-            "first."
-        ),
-    ] = None,
+    outer_momentum: Annotated[float, typer.Option(help="Its Nesterov momentum; 0: plain SGD.")] = 0.6,
     save_every: Annotated[int, typer.Option(help="Rounds between two checkpoints for other programs; 0: none.")] = 10,
     token_budget: Annotated[
         int | None, typer.Option(help="Tokens of all workers after which they save and stop, and the server ends.")
@@ -119,7 +113,7 @@ def server(
         logging.getLogger(name).setLevel(logging.WARNING)
     if token_file is not None and (no_auth or regen_token):
         raise ConfigError("--token-file names the token; drop --no-auth and --regen-token.")
-    from onstep.diloco.outer import default_momentum, sgd
+    from onstep.diloco.outer import sgd
     from onstep.diloco.protocol.messages import Settings
     from onstep.diloco.server.server import DiLoCoServer
     from onstep.diloco.wire.tokens import read_token
@@ -143,9 +137,7 @@ def server(
         host=host,
         port=port,
         settings=settings,
-        outer_optimizer_factory=sgd(
-            outer_lr, default_momentum(settings.mode, num_workers) if outer_momentum is None else outer_momentum
-        ),
+        outer_optimizer_factory=sgd(outer_lr, outer_momentum),
         dn_buffer_size=dn_buffer_size,
         save_every_n_rounds=save_every,
         keep_versions=keep_versions,

@@ -14,7 +14,7 @@ from torch import Tensor
 from onstep.checkpoint import checkpoints
 from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.fragments import assign
-from onstep.diloco.outer import OuterFactory, default_momentum, delayed, nesterov_rates, sgd
+from onstep.diloco.outer import OuterFactory, delayed, nesterov_rates, nesterov_sgd
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server.arguments import check_arguments, check_forgathers
 from onstep.diloco.server.initial import Origin, Source, initial_parameters, places, saved_parameters
@@ -63,7 +63,7 @@ class DiLoCoServer:
         port: 0 for any, whose token file is removed at the end; None for the first free one from 8512.
         host: the address to bind.
         outer_optimizer_factory: makes the outer optimizer of a list of parameters, once for each fragment; None for
-            SGD with learning rate 0.7 and Nesterov momentum 0.9, or less in asynchronous mode (`default_momentum`).
+            SGD with learning rate 0.7 and Nesterov momentum 0.6.
         save_every_n_rounds: rounds between two checkpoints for other programs, in `checkpoints`; 0 for none.
         save_total_limit: how many of those are kept.
         token_budget: tokens of all workers after which they are to save and stop, and the server ends with the
@@ -139,8 +139,7 @@ class DiLoCoServer:
         check_forgathers(safetensors, dashboard_enabled, default_work_units)
         model = model_state_dict if model is None else model
         source, self._directory = places(model, output_dir or save_dir, from_checkpoint)
-        default = sgd(momentum=default_momentum(settings.mode, settings.num_workers))
-        factory = outer_optimizer_factory or default
+        factory = outer_optimizer_factory or nesterov_sgd
         self._save_every = save_every_n_rounds
         own = None if self._directory is None else self._directory / STATE
         saved = saved_parameters(own) if source == self._directory and own is not None else None

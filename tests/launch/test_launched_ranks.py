@@ -8,7 +8,9 @@ import re
 import signal
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -136,6 +138,27 @@ def test_a_host_that_does_not_answer_is_named_in_one_line(launcher: Launcher) ->
     code, _, [*_, said] = launcher.run("", *options)
     assert code == 1
     assert said.startswith("error: the nodes cannot meet at 127.0.0.1:9: ")
+
+
+def test_nodes_meet_again_when_one_was_lost_while_they_met(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's agent sees it: a node does not say which ranks it has."""
+    timeouts: list[float] = []
+    assign = SimpleElasticAgent._assign_worker_ranks
+
+    def assign_or_miss(agent: Any, store: Any, *arguments: Any) -> Any:
+        timeouts.append(store.timeout.total_seconds())
+        if len(timeouts) == 1:
+            store.wait(["torchelastic/assigned_ranks/2"], timedelta(seconds=0.1))
+        return assign(agent, store, *arguments)
+
+    monkeypatch.setattr(SimpleElasticAgent, "_assign_worker_ranks", assign_or_miss)
+    settings = ["--nnodes=1:2", "--rdzv=./meeting", "--rdzv-conf=last_call_timeout=1"]
+    code, out, err = launcher.run("print(os.environ['WORLD_SIZE'])", *settings)
+    assert (code, sorted(out)) == (0, ["[rank 0] 2", "[rank 1] 2"])
+    [said] = err
+    assert said.startswith("onstep launch: a node was lost while the nodes met (")
+    assert said.endswith("; they meet again")
+    assert timeouts == [60, 60]
 
 
 def test_a_preempted_run_is_not_restarted_and_its_ranks_end_by_themselves(launcher: Launcher) -> None:

@@ -172,6 +172,25 @@ def test_a_space_that_cannot_be_searched_is_refused_before_any_trial(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("storage", ["search.db", "sqlite:////dev/null/x.db"])
+def test_a_storage_that_cannot_be_opened_is_refused(tmp_path: Path, storage: str) -> None:
+    pytest.importorskip("optuna")
+    with pytest.raises(ConfigError, match=rf"storage='{storage}' cannot be opened \(.*\); give an existing directory"):
+        searched(searching(tmp_path), storage=storage)
+
+
+def test_a_space_of_another_kind_than_that_of_the_study_is_refused_before_a_trial(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+
+    def space_of(sizes: list[int]) -> Any:
+        return lambda trial: {"per_device_train_batch_size": trial.suggest_categorical("size", sizes)}
+
+    searched(searching(tmp_path), hp_space=space_of([2, 4]))
+    with pytest.raises(ConfigError, match=r"hp_space gives size by .*\(2, 8\).*, and the study 'search' has it by .*4"):
+        searched(searching(tmp_path), hp_space=space_of([2, 8]), n_trials=2)
+    assert [one.state.name for one in stored(tmp_path / "run")] == ["COMPLETE"]
+
+
 def test_a_search_without_model_init_or_without_the_package_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

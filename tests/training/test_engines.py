@@ -47,7 +47,9 @@ def test_a_whole_model_is_run_by_a_loop_which_gives_all_that_features_need() -> 
 
 
 def test_a_feature_is_refused_by_its_name_if_the_engine_does_not_give_what_it_needs() -> None:
-    refusal = r"the feature greedy requires steps that can be run again, which the schedule 1F1B does not have; .*this test"
+    refusal = (
+        r"the feature greedy requires steps that can be run again, which the schedule 1F1B does not have; .*this test"
+    )
     with pytest.raises(ConfigError, match=refusal):
         check_needs(job_of(Greedy), Bare())  # type: ignore[arg-type]
     check_needs(job_of(), Bare())  # type: ignore[arg-type]

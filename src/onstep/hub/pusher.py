@@ -6,7 +6,7 @@ import logging
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +64,8 @@ class Pusher:
         self._prefix = f"{_STAGED}{secrets.token_hex(4)}-"
         self._due: dict[str, Path] = {}
         """The whole checkpoints that the Hub lacks, by their names there."""
+        self._under_way: dict[Path, dict[str, Path]] = {}
+        """Likewise those of uploads that have not ended, by the directories of their files."""
 
     def take_over(self, directory: Path, checkpoints: Sequence[Path] = ()) -> None:
         """Delete what the uploads of a process that was killed have left; its checkpoints are then due.
@@ -130,28 +132,40 @@ class Pusher:
             kept = place / "directory"
             shutil.copytree(directory, kept, ignore=shutil.ignore_patterns(*_OF_THE_RUN), copy_function=_keep)
             files = {path.relative_to(kept).as_posix(): path for path in _files(kept)}
-            included = self._add_whole(place, files)
+            unsure = dict(one for due in list(self._under_way.values()) for one in due.items())
+            included = self._add_whole(place, files, unsure=unsure)
         except OSError:
             shutil.rmtree(place, ignore_errors=True)
             raise
         return self._submit(Upload(files, message, place, _cleared(files), repository), included, warns=warns)
 
-    def _add_whole(self, place: Path, files: dict[str, Path], newest: Path | None = None) -> dict[str, Path]:
-        """Add the whole checkpoints that are due, and still there; what was due."""
+    def _add_whole(
+        self, place: Path, files: dict[str, Path], newest: Path | None = None, unsure: Mapping[str, Path] | None = None
+    ) -> dict[str, Path]:
+        """Add the whole checkpoints that are due, and still there; what was due.
+
+        Args:
+            place: the directory of the upload.
+            files: what it commits, to which they are added.
+            newest: the checkpoint whose files it has already.
+            unsure: further ones, which are being uploaded: no later upload makes up for them if that fails.
+        """
         due, self._due = self._due, {}
-        for name, path in due.items():
+        for name, path in {**(unsure or {}), **due}.items():
             linked = place / ("newest" if path == newest else f"whole-{name}")
             if path == newest or link_tree(path, linked):
                 files |= {f"{name}/{one.relative_to(linked).as_posix()}": one for one in _files(linked)}
-            else:
+            elif name in due:
                 logger.warning("%s was deleted before it was uploaded, as save_total_limit says", path)
         return due
 
     def _submit(self, upload: Upload, included: dict[str, Path], *, warns: bool = True) -> Future[CommitInfo]:
         def settle(done: Future[CommitInfo]) -> None:
+            self._under_way.pop(upload.staged)
             if done.exception() is not None:
                 self._due = {**included, **self._due}
 
+        self._under_way[upload.staged] = included
         future = self.uploads.submit(upload, warns=warns)
         future.add_done_callback(settle)
         return future

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,6 +42,10 @@ _LEAVING = "onstep/leaving"
 """Key in the store of an attempt: a node of it has received a signal."""
 _ANNOUNCED_SECONDS = 3.0
 """How long after its signal a node has announced it at the latest."""
+_ANSWER = timedelta(seconds=60)
+"""How long the nodes that have met may take to say where and which their ranks are; in a file torch waits 5 minutes."""
+_MEETINGS = 10
+"""How often the nodes meet again because one was lost before it had said so."""
 _BARRIER_SECONDS = 30.0
 """How long a node that is done waits for the others to be done."""
 
@@ -81,9 +86,11 @@ def default_ranks() -> int:
 
 def _run(launch: Launch, directory: Path) -> int:
     try:
-        handler = rendezvous_registry.get_rendezvous_handler(_parameters(launch))
+        handler: Any = rendezvous_registry.get_rendezvous_handler(_parameters(launch))
     except RendezvousError as error:
         raise OnstepError(_never_met(launch, error)) from None
+    if launch.rendezvous is not None and launch.rendezvous.is_file:
+        handler._store.set_timeout(_ANSWER)
     spec = WorkerSpec(
         role="rank",
         local_world_size=launch.ranks,
@@ -149,8 +156,18 @@ class _Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self.failure = None
         handler: Any = worker_group.spec.rdzv_handler
-        handler._bootstrap_store_info = None  # torch 2.13 keeps the address of the first store, whose node may be lost
-        super()._rendezvous(worker_group)
+        for _ in range(_MEETINGS):
+            handler._bootstrap_store_info = None  # torch 2.13 keeps the address of the first store, which may be lost
+            try:
+                super()._rendezvous(worker_group)
+            except RuntimeError as error:  # torch would end
+                reason = _in_one_line(error)
+                _say(f"a node was lost while the nodes met ({reason}); they meet again")
+            else:
+                return
+        raise OnstepError(
+            f"the nodes met {_MEETINGS} times, and each time one was lost: {reason}; start the launch again."
+        )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._preempted_at = None

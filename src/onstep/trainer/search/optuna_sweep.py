@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import optuna
+from optuna.distributions import BaseDistribution, check_distribution_compatibility
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from onstep.distributed import on_main
 from onstep.errors import ConfigError, named_text
@@ -132,7 +134,7 @@ class OptunaSweep:
         options.setdefault("study_name", str(self._root))
         options.setdefault("sampler", self._seeded_sampler())
         options.setdefault("load_if_exists", True)
-        options["storage"] = self._storage = optuna.storages.get_storage(options["storage"])
+        options["storage"] = self._storage = _storage_at(options["storage"])
         directions = list(self._wanted.directions)
         try:
             self._study = optuna.create_study(directions=[StudyDirection[one.upper()] for one in directions], **options)
@@ -147,6 +149,7 @@ class OptunaSweep:
                 f"direction={directions} differs from that of the study {self._study.study_name!r}, {found}; choose "
                 f"another study_name for another search."
             )
+        self._check_space()
         self._interrupted = self._trials(TrialState.RUNNING)
         ended = len(self._trials(*_ENDED))
         if ended or self._interrupted:
@@ -157,6 +160,20 @@ class OptunaSweep:
                 self._wanted.n_trials,
                 len(self._interrupted),
             )
+
+    def _check_space(self) -> None:
+        """Refuse a space whose parameters are of other kinds than those that the study has."""
+        known = {
+            name: one for past in self._study.get_trials(deepcopy=False) for name, one in past.distributions.items()
+        }
+        for name, asked in distributions_of(self._trainer.hp_space).items():
+            try:
+                check_distribution_compatibility(known.get(name, asked), asked)
+            except ValueError:
+                raise ConfigError(
+                    f"hp_space gives {name} by {asked}, and the study {self._study.study_name!r} has it by "
+                    f"{known[name]}; choose another study_name for another space."
+                ) from None
 
     def _seeded_sampler(self) -> Any:
         seed = self._trainer.args.seed % _LIMIT_OF_SEEDS
@@ -264,9 +281,35 @@ class OptunaSweep:
 
 def sample_of(space: Any) -> object:
     """What a space gives for a trial that is not trained, to check it."""
+    return space(_untrained())
+
+
+def distributions_of(space: Any) -> dict[str, BaseDistribution]:
+    """What a space asks of a trial that is not trained, by name."""
+    trial = _untrained()
+    space(trial)
+    return dict(trial.distributions)
+
+
+def _untrained() -> Any:
     with silent():
-        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    return space(study.ask())
+        return optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
+
+
+def _storage_at(given: Any) -> Any:
+    """Open a storage.
+
+    Raises:
+        ConfigError: if its URL is none, or its database cannot be opened.
+    """
+    try:
+        return optuna.storages.get_storage(given)
+    except (SQLAlchemyError, ImportError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"storage={given!r} cannot be opened ({reason}); give an existing directory as sqlite:///DIR/FILE.db, or "
+            f"the URL of a database that answers."
+        ) from None
 
 
 def _reached_in(past: Any) -> tuple[int, Objective] | None:

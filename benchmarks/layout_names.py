@@ -16,6 +16,24 @@ class Layout:
     keys: tuple[str, ...] = ()
     """Overrides of the configuration."""
 
+    @property
+    def tensor_ranks(self) -> int:
+        """The ranks that divide the tensors of each layer, and have the same samples."""
+        return int(dict(key.split("=") for key in self.keys).get("parallel.tensor_model_parallel_size", 1))
+
+    @property
+    def data_ranks(self) -> int:
+        """The ranks with samples of their own."""
+        return self.ranks // self.tensor_ranks
+
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether it is sequence-parallel."""
+        return SEQUENCES in self.keys
+
+
+SEQUENCES = "parallel.sequence_parallel=true"
+
 
 def _sharded(ranks: int, *keys: str, replicas: int = 1) -> Layout:
     size = (
@@ -27,6 +45,11 @@ def _sharded(ranks: int, *keys: str, replicas: int = 1) -> Layout:
 
 def _divided(ranks: int, *keys: str) -> Layout:
     return Layout(ranks, ("ddp.use_distributed_optimizer=true", "ddp.bucket_cap_mb=0.05", *keys))
+
+
+def _tensors(size: int, *keys: str, shards: int = 1, replicas: int = 1) -> Layout:
+    data = (f"parallel.data_parallel_replicate_size={replicas}", f"parallel.data_parallel_shard_size={shards}")
+    return Layout(size * shards * replicas, (f"parallel.tensor_model_parallel_size={size}", *data, *keys))
 
 
 MASTERS = "optimizer.params_dtype=bfloat16"
@@ -63,6 +86,14 @@ LAYOUTS = {
     "fsdp2 offload": _sharded(2, "fsdp.cpu_offload=true"),
     "fsdp2 checkpointed": _sharded(2, "model.recompute_granularity=full"),
     "fsdp2 compiled": _sharded(2, "train.torch_compile=true"),
+    "tp2": _tensors(2),
+    "tp2 sp": _tensors(2, SEQUENCES),
+    "tp4 sp": _tensors(4, SEQUENCES),
+    "tp2 sp checkpointed": _tensors(2, SEQUENCES, "model.recompute_granularity=full"),
+    "dp2 x tp2": _tensors(2, replicas=2),
+    "fsdp2 x tp2": _tensors(2, shards=2),
+    "fsdp2 x tp2 sp": _tensors(2, SEQUENCES, shards=2),
+    "hsdp 2x2 x tp2 sp": _tensors(2, SEQUENCES, shards=2, replicas=2),
     "one bf16": Layout(1, (IN_BF16,)),
     "ddp2 bf16": Layout(2, (IN_BF16,)),
     "fsdp2 bf16": _sharded(2, IN_BF16),
@@ -87,12 +118,16 @@ class Variant:
     same_micro_batches: bool = False
     """Whether one process takes the micro-batches that the ranks take, as a loss of each micro-batch requires."""
     dtype: str = "float32"
+    loss: str = "step"
+    """step (of logits, in the forward step) | model (in the model, from labels)"""
     door: str = "train"
     """train | pretrain (our transformer on a text of its own) | Trainer"""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the configuration of a model of transformers."""
 
 
+_GPT2 = ("model.normalization=LayerNorm", "model.add_bias_linear=true", "model.gated_linear_unit=false")
+_BIASES = ("model.add_qkv_bias=true", "model.activation_func=gelu")
 VARIANTS = {
     "plain": Variant(),
     "accumulated": Variant(accumulation=3),
@@ -101,6 +136,11 @@ VARIANTS = {
     "tied": Variant(keys=("model.share_embeddings_and_output_weights=true",)),
     "groups": Variant(groups=True),
     "lora": Variant(lora=True),
+    "learned positions": Variant(keys=("model.position_embedding_type=learned_absolute", *_GPT2, *_BIASES)),
+    "grouped": Variant(keys=("model.num_query_groups=2", "model.qk_layernorm=true"), has_empty_rank=True),
+    "losses": Variant(loss="model", accumulation=3, has_empty_rank=True),
+    "losses of words": Variant(loss="model", keys=("model.chunked_loss=true",)),
+    "attention dropout": Variant(keys=("model.attention_dropout=0.1",)),
     "dropout": Variant(keys=("model.hidden_dropout=0.1",)),
     "moe": Variant(keys=("model.num_moe_experts=4", "model.moe_aux_loss_coeff=0.01"), same_micro_batches=True),
     "float64": Variant(dtype="float64"),

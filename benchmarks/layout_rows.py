@@ -75,6 +75,8 @@ class Watch(Callback):
         """Bytes of parameters, masters of parameters in MXFP8, gradients and optimizer state."""
         self.shapes: list[tuple[list[int], bool, int]] = []
         """Of each parameter, whether it is trained, and the bytes of an element."""
+        self.names: list[str] = []
+        """Of each parameter."""
         self.values: dict[str, Tensor] = {}
 
     def on_train_step_start(self, context: Any) -> None:
@@ -100,6 +102,7 @@ class Watch(Callback):
         named = [(_plain(name), one) for name, one in model.named_parameters()]
         self.values = {name: whole(one.detach()) for name, one in named}
         self.shapes = [(list(one.shape), one.requires_grad, one.element_size()) for _, one in named]
+        self.names = [name for name, _ in named]
         self.held["parameters"] = _bytes([one for _, one in named])
         if masters := getattr(model, "masters", None):
             self.held["masters"] = _bytes([*masters.values()])
@@ -132,6 +135,13 @@ def _step(data_iterator: Any, model: nn.Module) -> Any:
     logits = found if isinstance(found, Tensor) else found.logits
     wide = logits if logits.dtype == torch.float64 else logits.float()
     loss = cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss, lambda loss: (loss, labels.ne(-100).sum(), {})
+
+
+def _step_of_model(data_iterator: Any, model: nn.Module) -> Any:
+    batch = next(data_iterator)
+    labels = batch["labels"]
+    loss = model(batch["tokens"], labels, reduction="sum")
     return loss, lambda loss: (loss, labels.ne(-100).sum(), {})
 
 
@@ -181,7 +191,7 @@ def config_of(layout: Layout, variant: Variant, steps: int) -> ConfigContainer:
 
 
 def _micro_batch_of(layout: Layout, variant: Variant) -> int:
-    return ROWS // layout.ranks // variant.accumulation
+    return ROWS // layout.data_ranks // variant.accumulation
 
 
 def optimizer_of(model: nn.Module, variant: Variant) -> torch.optim.Optimizer:
@@ -234,6 +244,7 @@ def run_row(
         "norms": watch.norms,
         "sent": watch.sent[_STEADY] - watch.sent[_STEADY - 1],
         "shapes": watch.shapes,
+        "names": watch.names,
         "held": watch.held,
     }
 
@@ -259,7 +270,8 @@ def _by_hand(config: ConfigContainer, layout: Layout, variant: Variant, watch: W
     manager = CallbackManager()
     manager.add(watch)
     torch.manual_seed(100 + world.data.rank)
-    train(_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
+    forward_step = _step if variant.loss == "step" else _step_of_model
+    train(forward_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
     world.close()
 
 

@@ -29,6 +29,7 @@ import torch
 
 from layout_names import IN_BF16, IN_MXFP8, LAYOUTS, MASTERS, VARIANTS, Layout, Variant
 from layout_rows import run_row
+from tensor_layouts import held_in_tensors, sent_in_tensors
 
 COMPILED = "fsdp2 compiled"
 MUON = "optimizer.optimizer=muon"
@@ -86,16 +87,21 @@ class Compared:
                 for kind in theory
                 if real.get(kind, 0) != theory[kind]
             ]
-        return found + ([f"{self.sent['small']} small sums"] if self.sent.get("small", 0) > _SMALL_SUMS else [])
+        small = _SMALL_SUMS
+        if layout.tensor_ranks > 1 and variant.loss == "model":  # the maximum of logits, and sums over the vocabulary
+            small += 2 * variant.accumulation
+        return found + ([f"{self.sent['small']} small sums"] if self.sent.get("small", 0) > small else [])
 
 
 _SMALL_SUMS = 3 + 1
 """Of a step, at most: the losses, the norm over one or two dimensions of a mesh."""
 
 
-def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any]) -> dict[str, float]:
+def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
     """Bytes of a step by kind: see "Going distributed"."""
     keys = dict(key.split("=") for key in layout.keys)
+    if layout.tensor_ranks > 1:
+        return sent_in_tensors(layout, variant, shapes, names)
     if _divides_updates(keys):
         instances = int(keys.get("ddp.num_distributed_optimizer_instances", 1))
         shards = layout.ranks // instances
@@ -121,9 +127,11 @@ def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any]) -> dict[
     return theory | {"reduce": scattered / shards if layout.ranks > shards else 0}
 
 
-def held_in_theory(layout: Layout, variant: Variant, shapes: list[Any]) -> dict[str, float]:
+def held_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
     """Bytes of rank 0: 4 for each parameter, 4 for its gradient, 8 for AdamW's state, in shards of whole rows."""
     keys = dict(key.split("=") for key in layout.keys)
+    if layout.tensor_ranks > 1:
+        return held_in_tensors(layout, shapes, names)
     if _divides_updates(keys):  # the gradients are in buffers, and no longer those of the parameters
         shards = layout.ranks // int(keys.get("ddp.num_distributed_optimizer_instances", 1))
         held = {"parameters": _padded(shapes, 1)}
@@ -177,9 +185,9 @@ def compared(
         norm=_apart(alone["norms"], found["norms"]),
         parameters=max(float((weights[name] - own[name]).abs().max()) for name in weights),
         sent=found["sent"],
-        sent_in_theory=sent_in_theory(layout, variant, found["shapes"]),
+        sent_in_theory=sent_in_theory(layout, variant, found["shapes"], found["names"]),
         held=found["held"],
-        held_in_theory=held_in_theory(layout, variant, found["shapes"]),
+        held_in_theory=held_in_theory(layout, variant, found["shapes"], found["names"]),
         along=None
         if along is None
         else (_apart(alone["losses"], along["losses"]), _apart(alone["norms"], along["norms"])),
@@ -198,11 +206,11 @@ def has_second_run(layout: str) -> bool:
 def alone_of(layout: str, variant: str) -> tuple[str, Variant]:
     """What a row is compared with: one process, but for dropout, whose masks are those of each share of the samples."""
     chosen = VARIANTS[variant]
-    if variant == "dropout" and LAYOUTS[layout].ranks > 1:
-        return f"ddp{LAYOUTS[layout].ranks}", chosen
+    if variant == "dropout" and LAYOUTS[layout].data_ranks > 1:
+        return f"ddp{LAYOUTS[layout].data_ranks}", chosen
     is_alike = chosen.same_micro_batches
     return "one MXFP8" if IN_MXFP8 in LAYOUTS[layout].keys else "one", replace(
-        chosen, accumulation=chosen.accumulation * LAYOUTS[layout].ranks
+        chosen, accumulation=chosen.accumulation * LAYOUTS[layout].data_ranks
     ) if is_alike else chosen
 
 

@@ -24,7 +24,6 @@ _SHARD = (
 )
 _PIPELINE = "pipeline parallelism is not supported"
 LATER_PARTS = {
-    "tensor_model_parallel_size": LaterPart((1,), "tensor parallelism is not supported", _SHARD),
     "pipeline_model_parallel_size": LaterPart((1,), _PIPELINE, _SHARD),
     "virtual_pipeline_model_parallel_size": LaterPart((None,), _PIPELINE, _SHARD),
     "context_parallel_size": LaterPart(
@@ -35,11 +34,8 @@ LATER_PARTS = {
     "expert_model_parallel_size": LaterPart(
         (1,), "expert parallelism is not supported, each rank has all experts", _SHARD
     ),
-    "expert_tensor_parallel_size": LaterPart((None, 1), "tensor parallelism is not supported", _SHARD),
-    "sequence_parallel": LaterPart(
-        (False,),
-        "it divides activations between tensor-parallel ranks, and tensor parallelism is not supported",
-        "leave it out; with one tensor-parallel rank it changes nothing",
+    "expert_tensor_parallel_size": LaterPart(
+        (None, 1), "tensor parallelism of experts is not supported, each rank has all experts", _SHARD
     ),
 }
 """By name; the keys of Megatron Bridge's section `model` of the same names set them."""

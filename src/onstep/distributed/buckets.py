@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.dlpack import from_dlpack
 
-_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """Torch 2.13 renamed them."""
 
@@ -186,7 +186,7 @@ class _Sum:
             self._summands = torch.empty_like(sent)
             self._work = dist.all_to_all_single(self._summands, sent, group=ranks.shards, async_op=True)
         else:
-            self._work = getattr(dist, _REDUCE_SCATTER)(result, sent, group=ranks.shards, async_op=True)
+            self._work = getattr(dist, REDUCE_SCATTER)(result, sent, group=ranks.shards, async_op=True)
 
     def wait(self) -> Tensor:
         """The result, when it is there."""

@@ -173,9 +173,7 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
         for prefix, module in chunk.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 dtensor, mesh = as_dtensor(parameter), meshes.get((id(module), name))
-                if dtensor is None or (
-                    mesh is not None and mesh.size() == world.size and dtensor.device_mesh.size() == world.size
-                ):
+                if dtensor is None or _is_divided_over(dtensor.device_mesh, mesh, world):
                     continue
                 rule = f"weights that are divided along other axes are not supported ({world.place()})"
                 if world.data.size == world.size:
@@ -189,6 +187,21 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
                     f"all {world.size} ranks: {rule}. Onstep trains models that are whole on every rank, or "
                     f"sharded by fully_shard over all of them; load the model without tp_plan or parallelize_module."
                 )
+
+
+def _is_divided_over(mesh: DeviceMesh, data: DeviceMesh | None, world: World) -> bool:
+    """Whether a parameter is divided between all ranks of a world in ways that a training of these ranks knows.
+
+    Args:
+        mesh: that of the parameter.
+        data: the part of it that FSDP2 divides it over; None if it does not.
+        world: the ranks.
+    """
+    if world.sizes.tp == 1 or world.data.size * world.sizes.tp != world.size:
+        return data is not None and data.size() == mesh.size() == world.size
+    if data is None:
+        return world.data.size == 1 and mesh == world.part_of_mesh("tp")
+    return data.size() == world.data.size and mesh.size() == world.size
 
 
 def _data_meshes(chunk: nn.Module) -> Iterator[tuple[tuple[int, str], DeviceMesh]]:

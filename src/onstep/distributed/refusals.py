@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from onstep.distributed.shards import as_dtensor, rank, world_size
 from onstep.distributed.world import World
@@ -138,16 +139,17 @@ def _shards(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def check_undivided(chunks: Sequence[nn.Module], what: str) -> None:
+def check_undivided(chunks: Sequence[nn.Module], what: str, along: DeviceMesh | None = None) -> None:
     """Refuse (ShardingError) a parameter that is sharded over ranks.
 
     Args:
         chunks: the model chunks.
         what: what is to be done with the model, and what it must be for that.
+        along: a mesh over which parameters may be sharded.
     """
     for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
         dtensor = as_dtensor(parameter)
-        if dtensor is not None:
+        if dtensor is not None and dtensor.device_mesh != along:
             raise ShardingError(
                 f"{name} is sharded over {dtensor.device_mesh}, but the model is to be {what}; pass it without "
                 f"fully_shard, or train it with onstep.training.train."

@@ -131,6 +131,31 @@ def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return dtensor.to_local()
 
 
+def local_weight(weight: Tensor) -> Tensor:
+    """What this rank holds of a weight, for a computation outside of its module; gradients flow back to the weight.
+
+    Args:
+        weight: a parameter, perhaps a whole one.
+    """
+    dtensor = as_dtensor(weight)
+    return weight if dtensor is None else dtensor.to_local()
+
+
+def with_local_value(like: Tensor, value: Tensor) -> Tensor:
+    """A DTensor that is divided as another one.
+
+    Args:
+        like: a DTensor.
+        value: what this rank holds of the new one.
+    """
+    from torch.distributed.tensor import DTensor
+
+    known: Any = like
+    return DTensor.from_local(
+        value, known.device_mesh, known.placements, run_check=False, shape=known.shape, stride=known.stride()
+    )
+
+
 def held_part(tensor: Tensor) -> Tensor:
     """The memory of this rank that is its part of `tensor`, without communication; an unsharded tensor's is all of it.
 

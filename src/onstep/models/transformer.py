@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from onstep.config import ModelConfig
+from onstep.distributed.shards import local_weight
 from onstep.errors import ConfigError
 from onstep.models.fused_loss import fused_cross_entropy, is_plain_head
 from onstep.models.heads import LinearForLastLayer
@@ -36,6 +37,7 @@ from onstep.models.vocabulary_loss import (
     linear_cross_entropy,
     tokens_of_chunk,
 )
+from onstep.models.vocabulary_share import VocabularyShare, cross_entropy_of_share
 
 
 class Transformer(nn.Module):
@@ -72,6 +74,8 @@ class Transformer(nn.Module):
             self.mtp = MultiTokenPrediction(config, [Layer(config, index) for index in further])
         tied = config.share_embeddings_and_output_weights
         self.output: nn.Module | None = None if tied else nn.Linear(config.hidden_size, vocabulary, bias=False)
+        self.vocabulary: VocabularyShare | None = None
+        """The tokens whose logits this rank computes, where ranks divide them; None if it computes all."""
         init_weights(self, config)
 
     def forward(
@@ -172,8 +176,14 @@ class Transformer(nn.Module):
         Args:
             hidden: hidden states, (..., hidden).
         """
+        if self.vocabulary is None:
+            return self._logits(hidden)
+        return self.vocabulary.joined(self._logits(self.vocabulary.enter(hidden)))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Those of this rank's part of the vocabulary."""
         if self.output is None:
-            return linear(hidden, self.embedding.weight)
+            return linear(hidden, local_weight(self.embedding.weight))
         scores = self.output(hidden)
         values: Tensor = scores[0] if isinstance(scores, tuple) else scores
         return values
@@ -186,19 +196,26 @@ class Transformer(nn.Module):
             labels: ids of the next tokens, (batch, seq); -100 has no loss.
             reduction: `mean`, `sum` or `none`.
         """
-        size = self._chunk_of_loss(labels)
+        size, share = self._chunk_of_loss(labels), self.vocabulary
+        hidden = hidden if share is None else share.enter(hidden)
         head = self.embedding if self.output is None else self.output
         if self.config.fused_linear_loss and reduction == "sum" and is_plain_head(head):
             x = hidden.flatten(0, 1)
             losses = fused_cross_entropy(x.to(product_dtype(x)), head.weight, labels.flatten())
+        elif size is None and share is not None:
+            losses = cross_entropy_of_share(self._logits(hidden).float().flatten(0, 1), labels.flatten(), share)
+            losses = losses if reduction == "none" else losses.sum()
         elif size is None:
-            scores = self.logits(hidden).float().flatten(0, 1)
+            scores = self._logits(hidden).float().flatten(0, 1)
             losses = cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
         elif is_plain_head(head):
-            losses = linear_cross_entropy(hidden, head.weight, labels, reduction=reduction, chunk=size).float()
+            weight = local_weight(head.weight)
+            losses = linear_cross_entropy(
+                hidden, weight, labels, reduction=reduction, chunk=size, share=share
+            ).float()
         else:
             x, targets = hidden.flatten(0, 1), labels.flatten()
-            losses = cross_entropy_in_chunks(self.logits, x, targets, reduction=reduction, chunk=size)
+            losses = cross_entropy_in_chunks(self._logits, x, targets, reduction=reduction, chunk=size, share=share)
         return losses.view_as(labels) if reduction == "none" else losses
 
     @property

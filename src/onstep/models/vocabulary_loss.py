@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onstep.models.layers.autocast import product_dtype, without_autocast
 from onstep.models.multi_token_prediction import IGNORE_INDEX
+from onstep.models.vocabulary_share import VocabularyShare, cross_entropy_of_share, losses_and_gradients
 
 Reduction = Literal["none", "sum"]
 
@@ -32,7 +33,13 @@ def tokens_of_chunk(vocabulary: int, *, is_trained: bool = True) -> int:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, reduction: Reduction = "sum", chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    reduction: Reduction = "sum",
+    chunk: int | None = None,
+    share: VocabularyShare | None = None,
 ) -> Tensor:
     """The cross-entropy in nats of the logits `hidden @ weight.T`, in float32, or float64 of float64.
 
@@ -46,20 +53,29 @@ def linear_cross_entropy(
         labels: (...), int64; -100 is ignored.
         reduction: "none" returns the loss of every token, (...), 0 where ignored; "sum" their sum, ().
         chunk: number of tokens whose logits exist at once; by default as many as fit into 1 GiB of float32.
+        share: the tokens of which this rank has the rows of `weight`, which makes this collective; None for all.
     """
     x, targets = hidden.flatten(0, -2), labels.flatten()
     size = chunk or tokens_of_chunk(weight.shape[0])
     dtype = product_dtype(x)
     if reduction == "sum" and dtype is not torch.float16:
         keeps = torch.is_grad_enabled()
-        total: Tensor = _LinearCrossEntropy.apply(x, weight, targets, size, dtype, keeps)  # type: ignore[no-untyped-call]
+        total: Tensor = _LinearCrossEntropy.apply(x, weight, targets, size, dtype, keeps, share)  # type: ignore[no-untyped-call]
         return total
-    losses = cross_entropy_in_chunks(lambda part: linear(part, weight), x, targets, reduction=reduction, chunk=size)
+    losses = cross_entropy_in_chunks(
+        lambda part: linear(part, weight), x, targets, reduction=reduction, chunk=size, share=share
+    )
     return losses.view_as(labels) if reduction == "none" else losses
 
 
 def cross_entropy_in_chunks(
-    logits: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, *, reduction: Reduction, chunk: int
+    logits: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    reduction: Reduction,
+    chunk: int,
+    share: VocabularyShare | None = None,
 ) -> Tensor:
     """The cross-entropy of `logits(hidden)` for any head; the backward pass computes each chunk's logits again.
 
@@ -67,11 +83,15 @@ def cross_entropy_in_chunks(
         logits: from (tokens, hidden) to (tokens, vocabulary).
         hidden: (tokens, hidden).
         labels: (tokens,), int64; -100 is ignored.
+        share: the tokens whose logits this rank computes, which makes this collective; None for all.
     """
 
     def losses(part: Tensor, targets: Tensor) -> Tensor:
         scores = logits(part)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if share is not None:
+            of_tokens = cross_entropy_of_share(scores, targets, share)
+            return of_tokens if reduction == "none" else of_tokens.sum()
         return cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction=reduction)
 
     found = []
@@ -101,7 +121,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, dtype: torch.dtype, keeps: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        dtype: torch.dtype,
+        keeps: bool,
+        share: VocabularyShare | None,
     ) -> Tensor:
         of_hidden, of_weight = (needed and keeps for needed in ctx.needs_input_grad[:2])
         wide = torch.promote_types(dtype, torch.float32)
@@ -111,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_parts: list[Tensor] = []  # list[Tensor]() is beyond torch.compile
             weight_grad = torch.zeros(w.shape, dtype=wide, device=w.device) if of_weight else None
             for part, targets in zip(torch.split(x, chunk), torch.split(labels, chunk), strict=True):
-                loss, scores = _sum_and_gradient(linear(part, w).to(wide), targets, of_hidden or of_weight)
+                loss, scores = _sum_and_gradient(linear(part, w).to(wide), targets, of_hidden or of_weight, share)
                 total = total + loss
                 scores = scores.to(dtype)
                 if of_hidden:
@@ -132,7 +159,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else (grad * gradient).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 class _LogitsCrossEntropy(torch.autograd.Function):
@@ -161,16 +188,9 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         return found, None, None
 
 
-def _sum_and_gradient(scores: Tensor, labels: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor]:
+def _sum_and_gradient(
+    scores: Tensor, labels: Tensor, needs_gradient: bool, share: VocabularyShare | None = None
+) -> tuple[Tensor, Tensor]:
     """The sum of a chunk's losses, and in place of its `scores` (tokens, vocabulary) their gradients."""
-    is_counted = labels.ne(IGNORE_INDEX)
-    targets = labels.masked_fill(~is_counted, 0).unsqueeze(-1)
-    own = scores.gather(-1, targets)
-    largest = scores.amax(-1, keepdim=True)
-    scores = scores.sub_(largest).exp_()
-    sums = scores.sum(-1, keepdim=True)
-    losses = (sums.log() + largest - own).squeeze(-1).masked_fill(~is_counted, 0.0)
-    if needs_gradient:
-        scores = scores.div_(sums).scatter_add_(-1, targets, scores.new_full(targets.shape, -1.0))
-        scores = scores.masked_fill_(~is_counted.unsqueeze(-1), 0.0)
-    return losses.sum(), scores
+    losses, gradients = losses_and_gradients(scores, labels, needs_gradient, share)
+    return losses.sum(), gradients

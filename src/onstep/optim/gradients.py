@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onstep.distributed.shard_sums import Kinds
-from onstep.distributed.shards import as_dtensor, is_sharded
+from onstep.distributed.shards import as_dtensor, is_sharded, with_local_value
 from onstep.errors import ShardingError
 from onstep.optim.gradient_scaling import multiply
 
@@ -52,6 +53,7 @@ class ShardedGradients:
         """
         parts: list[Tensor] = []
         self._sizes = []
+        sum_replicas([param for members in self._members for param, is_dtensor in members if is_dtensor])
         for members in self._members:
             start = len(parts)
             for param, is_dtensor in members:
@@ -85,6 +87,27 @@ class ShardedGradients:
         else:
             squares = torch.zeros(len(self._sizes), dtype=self._dtype, device=device)
         return self.kinds.sums(squares).sum().sqrt()
+
+
+def sum_replicas(params: Sequence[Tensor]) -> None:
+    """Sum the gradients of replicated parameters whose ranks hold summands: one collective for those of a mesh and type.
+
+    Args:
+        params: parameters, of which those without a gradient are left out.
+    """
+    of_mesh: dict[tuple[Any, torch.dtype], list[Tensor]] = {}
+    for param in params:
+        grad: Any = param.grad
+        if grad is None or grad.device_mesh.ndim > 1 or not grad.placements[0].is_partial("sum"):
+            continue
+        if param.placements[0].is_replicate():  # type: ignore[attr-defined]
+            of_mesh.setdefault((grad.device_mesh, grad.dtype), []).append(param)
+    for (mesh, _), members in of_mesh.items():
+        locals_ = [param.grad.to_local() for param in members]  # type: ignore[union-attr]
+        together = torch.cat([one.flatten() for one in locals_])
+        dist.all_reduce(together, group=mesh.get_group())
+        for param, own, total in zip(members, locals_, together.split([one.numel() for one in locals_]), strict=True):
+            param.grad = with_local_value(param, total.view_as(own))
 
 
 def clip_grad_norm(params: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]], max_norm: float) -> Tensor:

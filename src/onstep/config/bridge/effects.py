@@ -153,6 +153,8 @@ EFFECTS: dict[str, dict[str, Rule]] = {
     },
     "model": {
         **{name: _size(name) for name in LATER_PARTS},
+        "tensor_model_parallel_size": _renamed("parallel.tensor_model_parallel_size", default=1),
+        "sequence_parallel": _renamed("parallel.sequence_parallel", default=False),
         "bf16": _precision("bf16_mixed"),
         "fp16": _precision("fp16_mixed"),
         "params_dtype": Rule(

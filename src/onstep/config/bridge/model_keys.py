@@ -5,17 +5,17 @@ from __future__ import annotations
 from onstep.config.bridge.rules import Either, Rule, neutral, without_effect
 from onstep.config.later_parts import LATER_PARTS
 
-_SHARD = LATER_PARTS["tensor_model_parallel_size"].remedy
+_SHARD = LATER_PARTS["pipeline_model_parallel_size"].remedy
 OTHER_MODEL = "choose a model of the Llama, Qwen2, Qwen3 or GPT-2 family, or pass a module of your own to `train()`"
 
 PARALLELISM: dict[str, Rule] = {
     **neutral(
-        "tensor parallelism is not supported",
+        "tensor parallelism of experts is not supported, each rank has all experts",
         _SHARD,
         {"moe_extended_tp": False},
     ),
     **without_effect(
-        "it acts only with tensor parallelism",
+        "it chooses kernels of tensor parallelism, which torch chooses here",
         {
             "async_tensor_model_parallel_allreduce": True,
             "tp_comm_overlap": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from onstep.config.checks.tensor import check_tensor
 from onstep.config.container import ConfigContainer
 from onstep.config.later_parts import LATER_PARTS
 from onstep.config.sections.optimizer import OF_PACKAGES
@@ -25,7 +26,9 @@ def check_parallel(config: ConfigContainer, ranks: int) -> None:
         if value not in part.values:
             allowed = " or ".join({None: "null", False: "false"}.get(one, str(one)) for one in part.values)
             raise ConfigError(f"parallel.{name}={shown(value)} must be {allowed}: {part.why}; {part.remedy}.")
-    _check_shards(config, config.parallel_sizes(ranks).dp_shard)
+    sizes = config.parallel_sizes(ranks)
+    check_tensor(config, sizes)
+    _check_shards(config, sizes.dp_shard)
     if config.ddp.use_distributed_optimizer and (ranks > 1 or config.ddp.fp8_param_gather):
         _check_distributed_optimizer(config)
     elif config.ddp.overlap_param_gather and ranks > 1 and config.parallel.data_parallel_shard_size == 1:

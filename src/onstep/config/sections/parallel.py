@@ -53,7 +53,7 @@ class ParallelConfig(ConfigSection):
         SAFE,
         bound="> 0",
         known_as=("tp_size",),
-        help="Number of ranks that divide the tensors of each layer." + _ONLY.format(1),
+        help="Number of ranks that divide the tensors of each layer; they have the same samples.",
     )
     pipeline_model_parallel_size: int = option(
         1, SAFE, bound="> 0", known_as=("pp_size",), help="Number of stages of a pipeline." + _ONLY.format(1)
@@ -86,8 +86,7 @@ class ParallelConfig(ConfigSection):
     sequence_parallel: bool = option(
         False,
         SAFE,
-        help="Divide the activations outside of matrix products between tensor-parallel ranks, along the sequence."
-        + _ONLY.format("false"),
+        help="Divide the activations outside of matrix products between tensor-parallel ranks, along the sequence.",
     )
 
     @property

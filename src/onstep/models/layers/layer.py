@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from onstep.config import ModelConfig
 from onstep.models.layers.documents import attend_within
+from onstep.models.layers.head_share import HeadShare
 from onstep.models.layers.feed_forward import FeedForward, MixtureOfExperts, is_moe_layer
 from onstep.models.layers.query_blocks import seen_by
 from onstep.models.layers.rotary import rotate
@@ -81,6 +83,8 @@ class Attention(nn.Module):
         self._is_grouped = num_query_groups(config) != config.num_attention_heads
         self._dropout = config.attention_dropout
         self._watches_logits = config.log_max_attention_logit
+        self.shares: HeadShare | None = None
+        """Which heads this rank has, where ranks divide them; None for all."""
         self.largest_logit: Tensor | None = None
         """From the last forward pass without a cache, (), float32; None if `log_max_attention_logit` is off."""
         query_width = config.num_attention_heads * self._head_width
@@ -107,15 +111,18 @@ class Attention(nn.Module):
             first = None if documents is None else documents.first
             self.largest_logit = largest_logit(query.detach().transpose(1, 2), key.detach().transpose(1, 2), first)
         dropout_p = self._dropout if self.training else 0.0
+        shares = self.shares if dropout_p else None
         if documents is not None:
-            attended = attend_within(documents, query, key, value, dropout_p)
+            with nullcontext() if shares is None else shares.own_stream(query.device):
+                attended = attend_within(documents, query, key, value, dropout_p)
             within: Tensor = self.output(attended.flatten(2))
             return within
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         queries, keys, mask = query.shape[2], key.shape[2], None
         if 1 < queries < keys:  # the queries are the last positions
             mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-        attended = scaled_dot_product_attention(
+        attend = scaled_dot_product_attention if shares is None else shares.attend
+        attended = attend(
             query,
             key,
             value,

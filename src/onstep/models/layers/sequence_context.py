@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from onstep.distributed.shards import local_weight
 from onstep.errors import ConfigError, OnstepError
 from onstep.models.layers.documents import Documents, documents_of, first_positions
 from onstep.models.layers.rotary import RotaryTables
@@ -86,7 +87,7 @@ def learned_positions(table: nn.Embedding, start: int, length: int, position_ids
     """
     if position_ids is None:
         check_positions(table, start + length)
-        return table.weight[start : start + length]
+        return local_weight(table.weight)[start : start + length]
     if position_ids.device.type == "cpu" and position_ids.numel():
         least, largest = (int(one) for one in position_ids.aminmax())
         if least < 0 or largest >= table.num_embeddings:

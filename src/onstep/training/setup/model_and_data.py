@@ -37,7 +37,7 @@ from onstep.models.offloading import check_offloading
 from onstep.training.run import Run
 from onstep.training.setup.lora import add_lora, statistics
 from onstep.training.setup.outlines import outline_of, with_stand_ins
-from onstep.training.setup.placement import is_sharded, place
+from onstep.training.setup.placement import is_divided, place
 from onstep.training.setup.pretrained import PretrainedSource, find_pretrained, load_pretrained, load_quantized
 from onstep.training.setup.quantized_base import quantized_model
 from onstep.training.setup.weight_types import set_weight_types, type_at_first
@@ -61,7 +61,7 @@ def build_model(
     check_offloading(config.model, world.device)
     check_fused_loss(config.model, world.device)
     source, weights = _source(config, state), None
-    if is_sharded(config, world) and not pre_wrap_hooks:  # hooks may read and change the weights
+    if is_divided(config, world) and not pre_wrap_hooks:  # hooks may read and change the weights
         language_model, weights = outline_of(config, world, source)
     else:
         language_model = _language_model(config, world, state, source)

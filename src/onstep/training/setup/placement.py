@@ -45,6 +45,8 @@ def place(
         ConfigError: for an unknown backend of `torch.compile`, and for weights without values.
     """
     ddp = config.ddp if ddp is None else ddp
+    if world.sizes.tp > 1:
+        return _in_tensors(list(chunks), world, config, ddp, weights=weights)
     if is_sharded(config, world):
         return _sharded(list(chunks), world, config, ddp, compiles=compiles, weights=weights)
     if compiles and config.train.torch_compile:
@@ -55,6 +57,41 @@ def place(
         check_ranks(placed, world)
         return buffered_data_parallel(placed, world, ddp)
     return data_parallel(placed, world, ddp)
+
+
+def _in_tensors(
+    chunks: list[nn.Module],
+    world: World,
+    config: ConfigContainer,
+    ddp: DistributedDataParallelConfig,
+    *,
+    weights: PendingWeights | None,
+) -> list[nn.Module]:
+    """The chunks with the tensors of each layer divided, and then, with several ranks of data, their parts."""
+    from onstep.distributed.fully_sharded import fully_sharded  # importing DTensor costs 0.7 s
+    from onstep.training.setup.tensor_division import divide_tensors
+
+    if weights is None:
+        check_weights(chunks)
+    filling = [] if weights is None else [Filling(chunk, weights) for chunk in chunks]
+    for chunk in chunks:
+        divide_tensors(chunk, world, config)
+    if world.data.size > 1:
+        chunks = fully_sharded(chunks, world, config, ddp)
+    device = torch.device("cpu") if config.fsdp.cpu_offload and world.data.size > 1 else world.device
+    for one, chunk in zip(filling, chunks, strict=False):
+        together(world, partial(one.fill, chunk, device), "filling the model")
+    return chunks if world.data.size > 1 else [chunk.to(world.device) for chunk in chunks]
+
+
+def is_divided(config: ConfigContainer, world: World) -> bool:
+    """Whether no rank has the whole model: it is in shards, or its tensors are divided.
+
+    Args:
+        config: the configuration of the run.
+        world: the ranks of the run.
+    """
+    return world.sizes.tp > 1 or is_sharded(config, world)
 
 
 def is_sharded(config: ConfigContainer, world: World) -> bool:

@@ -1,0 +1,84 @@
+"""What the ranks of tensor-parallel layouts hold and send, in theory: see "Going distributed"."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from layout_names import Layout, Variant
+from layout_rows import LENGTH, ROWS, VOCABULARY
+
+_COLUMNS = ("embedding", "output", "query", "key", "value", "gate", "up")
+"""Modules that are divided by outputs; among them is the output of the model, but not that of an attention."""
+_SMALL = 512
+
+
+def held_in_tensors(layout: Layout, shapes: list[Any], names: list[str]) -> dict[str, float]:
+    """Bytes of rank 0: 4 for each parameter, 4 for its gradient, 8 for AdamW's state."""
+    keys = dict(key.split("=") for key in layout.keys)
+    shards = int(keys["parallel.data_parallel_shard_size"])
+    sizes = [
+        _held(name, shape, layout.tensor_ranks, shards) * width
+        for name, (shape, _, width) in zip(names, shapes, strict=True)
+    ]
+    trained = float(sum(size for size, (_, is_trained, _) in zip(sizes, shapes, strict=True) if is_trained))
+    return {"parameters": float(sum(sizes)), "gradients": trained, "state": 2 * trained}
+
+
+def _held(name: str, shape: list[int], ranks: int, shards: int) -> int:
+    """Elements of a parameter on rank 0."""
+    sizes, dim = list(shape), _divided(name)
+    if dim is not None:
+        sizes[dim] = math.ceil(sizes[dim] / ranks)
+    other = 0
+    if dim == 0 and len(sizes) > 1 and sizes[1] % shards == 0:
+        other = 1
+    sizes[other] = math.ceil(sizes[other] / shards)
+    return math.prod(sizes)
+
+
+def _divided(name: str) -> int | None:
+    module, _, own = name.rpartition(".")
+    if module.endswith(("attention.output", "down")):
+        return 1 if own == "weight" else None
+    return 0 if module.rpartition(".")[2] in _COLUMNS else None
+
+
+def _is_summed(name: str, *, of_sequences: bool) -> bool:
+    """Whether ranks compute summands of the gradient of a parameter."""
+    module = name.rpartition(".")[0]
+    if module.endswith(("query_norm", "key_norm")):
+        return True
+    return of_sequences and (module.endswith("norm") or (_divided(name) is None and name.endswith("bias")))
+
+
+def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
+    """Bytes of a step by kind, without ranks of data: activations, logits, and the gradients of what is replicated."""
+    if layout.data_ranks > 1 or variant.door != "train":
+        return {}
+    options = dict(key.split("=") for key in (*layout.keys, *variant.keys))
+    width, tokens = shapes[0][2], ROWS * LENGTH
+    layers, hidden, ranks = 3, 32, layout.tensor_ranks
+    activation = tokens * hidden * width
+    again = 2 * layers if options.get("model.recompute_granularity") == "full" else 0
+    found = {"gather": 0, "scatter": 0, "reduce": activation}  # the gradient of the head's input
+    if variant.loss == "step":
+        found["gather"] += tokens * math.ceil(VOCABULARY / ranks) * ranks * width
+    else:
+        of_micro = tokens // variant.accumulation * 4
+        found["reduce"] += sum(size * variant.accumulation for size in (of_micro, 2 * of_micro) if size > _SMALL)
+    summed = sum(
+        math.prod(shape) * size
+        for name, (shape, is_trained, size) in zip(names, shapes, strict=True)
+        if is_trained and _is_summed(name, of_sequences=layout.divides_sequences)
+    )
+    found["reduce"] += summed if summed > _SMALL else 0
+    if not layout.divides_sequences:
+        found["reduce"] += (4 * layers + 1 + again) * activation
+        return {kind: float(size) for kind, size in found.items()}
+    found["gather"] += (4 * layers + 1 + again // 2) * activation
+    found["scatter"] += (4 * layers + again // 2) * activation
+    is_learned = options.get("model.position_embedding_type") == "learned_absolute"
+    found["reduce" if is_learned else "scatter"] += activation  # positions are added to whole embeddings
+    found["gather"] += activation if is_learned or shapes[names.index("embedding.weight")][1] else 0
+    return {kind: float(size) for kind, size in found.items()}

@@ -1,0 +1,101 @@
+"""Refuses models and options that tensor-parallel ranks cannot divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onstep.config.container import ConfigContainer
+from onstep.config.parallel_sizes import ParallelSizes
+from onstep.config.sections.model import default_ffn_hidden_size
+from onstep.config.sections.optimizer import OF_PACKAGES
+from onstep.errors import ConfigError
+
+_SIZE, _SEQUENCE = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
+
+
+def check_tensor(config: ConfigContainer, sizes: ParallelSizes) -> None:
+    """Refuse what the ranks of `tp` cannot divide.
+
+    Args:
+        config: the configuration of a run.
+        sizes: the number of ranks along each axis.
+
+    Raises:
+        ConfigError: naming the value and what works instead.
+    """
+    if sizes.tp == 1:
+        if config.parallel.sequence_parallel:
+            raise ConfigError(
+                f"{_SEQUENCE}=true divides activations between tensor-parallel ranks, but {_SIZE}=1; set it to false, "
+                f"or the size to the ranks that divide each layer."
+            )
+        return
+    for asked, why, remedy in _undivided(config):
+        raise ConfigError(f"{asked} cannot be combined with {_SIZE}={sizes.tp}: {why}; {remedy}.")
+    if config.model.hf_config is None:
+        _check_sizes(config, sizes)
+    _check_length(config, sizes)
+
+
+def _undivided(config: ConfigContainer) -> Iterator[tuple[str, str, str]]:
+    """What is asked for that is not supported there, why, and what to do."""
+    model, optimizer = config.model, config.optimizer
+    to_one = f"or {_SIZE} to 1"
+    if model.num_moe_experts:
+        yield f"model.num_moe_experts={model.num_moe_experts}", "experts are not divided", f"set it to null, {to_one}"
+    if model.mtp_num_layers:
+        why = "the layers of multi-token prediction are not divided"
+        yield f"model.mtp_num_layers={model.mtp_num_layers}", why, f"set it to null, {to_one}"
+    if model.fused_linear_loss:
+        why = "its kernel computes the losses of a whole vocabulary"
+        yield "model.fused_linear_loss=true", why, "set it to false: model.chunked_loss needs no more memory"
+    if config.ddp.use_distributed_optimizer:
+        why = "ranks divide the updates of whole parameters"
+        remedy = "set it to false in ddp and optimizer, and parallel.data_parallel_shard_size=-1 to divide the state"
+        yield "ddp.use_distributed_optimizer=true", why, remedy
+    if config.train.torch_compile:
+        why = "activations are exchanged inside of each block"
+        yield "train.torch_compile=true", why, f"set it to false, {to_one}"
+    if optimizer.optimizer == "muon":
+        yield "optimizer.optimizer=muon", "it updates whole matrices", f"use adam or sgd, {to_one}"
+    if optimizer.optimizer in OF_PACKAGES:
+        why = "its quantized state is of whole parameters"
+        yield f"optimizer.optimizer={optimizer.optimizer}", why, "use adam or sgd"
+    if config.peft.base_quantization is not None:
+        why = "quantized weights are whole on each rank"
+        yield f"peft.base_quantization={config.peft.base_quantization}", why, f"set it to null, {to_one}"
+    if model.hf_config is not None:
+        why = "models of transformers are not divided"
+        yield "model.hf_config", why, f"configure the model by the keys of section model, or set {_SIZE} to 1"
+    if config.trainer:
+        yield "Trainer", "it trains models of transformers, which are not divided", f"use pretrain, or set {_SIZE} to 1"
+
+
+def _check_sizes(config: ConfigContainer, sizes: ParallelSizes) -> None:
+    model = config.model
+    heads = model.num_attention_heads
+    for name, number in (
+        ("num_attention_heads", heads),
+        ("num_query_groups", model.num_query_groups or heads),
+        ("ffn_hidden_size", model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, model.gated_linear_unit)),
+    ):
+        if number % sizes.tp:
+            fits = max(size for size in range(1, sizes.tp) if number % size == 0)
+            raise ConfigError(
+                f"model.{name}={number} must be a multiple of {_SIZE}={sizes.tp}, since each rank has as many; the "
+                f"nearest size that divides it is {fits}."
+            )
+    vocabulary = model.vocab_size
+    if vocabulary is not None and -(-vocabulary // sizes.tp) * (sizes.tp - 1) >= vocabulary:
+        raise ConfigError(
+            f"model.vocab_size={vocabulary} leaves a rank of {_SIZE}={sizes.tp} without a token; use a smaller size."
+        )
+
+
+def _check_length(config: ConfigContainer, sizes: ParallelSizes) -> None:
+    length = config.dataset.seq_length
+    if config.parallel.sequence_parallel and length is not None and length % sizes.tp:
+        raise ConfigError(
+            f"dataset.seq_length={length} must be a multiple of {_SIZE}={sizes.tp}, between whose ranks "
+            f"{_SEQUENCE}=true divides each sequence; use {length - length % sizes.tp or sizes.tp}, or set it to false."
+        )

@@ -1,0 +1,319 @@
+"""Divides the tensors of a model's modules between ranks, each of which computes its part of their results.
+
+Parameters become DTensors on the ranks of `tp`: divided ones by a dimension, others replicated, so that optimizers,
+norms and checkpoints see one kind. A module computes with plain tensors, those that this rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.functional import dropout, embedding
+
+from onstep.distributed.shards import as_dtensor
+from onstep.distributed.tensor_regions import copied, gathered, joined, own_part, scattered, summed
+from onstep.distributed.world import World
+from onstep.errors import ConfigError
+
+Move = Callable[[Tensor], Tensor]
+"""Moves an activation between ranks."""
+SEQUENCE = 1
+"""The dimension of positions in an activation, (batch, seq, hidden)."""
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks that divide the tensors of each layer, and how they move activations between them.
+
+    With sequence parallelism, activations between the divided modules are parts of the sequence wherever gradients are
+    recorded; without gradients, as in generation, they are whole on each rank.
+    """
+
+    mesh: DeviceMesh
+    """The mesh of these ranks, of one dimension."""
+    divides_sequences: bool
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group of the ranks."""
+        return self.mesh.get_group()
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank among them."""
+        return int(self.mesh.get_local_rank())
+
+    @property
+    def size(self) -> int:
+        """Their number."""
+        return self.mesh.size()
+
+    @property
+    def are_sequences_divided(self) -> bool:
+        """Whether activations between divided modules are parts of the sequence now."""
+        return self.divides_sequences and torch.is_grad_enabled()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The whole input of modules whose outputs are divided by columns. Collective.
+
+        Args:
+            x: (batch, seq, hidden), or this rank's positions of it.
+        """
+        return gathered(x, SEQUENCE, self.group) if self.are_sequences_divided else copied(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum of what the ranks have computed, or this rank's positions of it. Collective.
+
+        Args:
+            x: this rank's summand of a result, (batch, seq, hidden).
+        """
+        if not self.are_sequences_divided:
+            return summed(x, self.group)
+        return scattered(self.divisible(x), SEQUENCE, self.group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of what the ranks have computed. Collective.
+
+        Args:
+            x: this rank's summand.
+        """
+        return summed(x, self.group)
+
+    def divided(self, x: Tensor) -> Tensor:
+        """This rank's positions of what is the same on all ranks, if sequences are divided.
+
+        Args:
+            x: (batch, seq, hidden).
+        """
+        return own_part(self.divisible(x), SEQUENCE, self.group) if self.are_sequences_divided else x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """All positions, for a computation that each rank does as a whole. Collective if sequences are divided.
+
+        Args:
+            x: (batch, seq, hidden), or this rank's positions of it.
+        """
+        return joined(x, SEQUENCE, self.group) if self.are_sequences_divided else x
+
+    def divisible(self, x: Tensor) -> Tensor:
+        """The same, unless its positions cannot be divided between the ranks.
+
+        Args:
+            x: (batch, seq, hidden).
+
+        Raises:
+            ConfigError: if the number of ranks does not divide that of the positions.
+        """
+        length = x.shape[SEQUENCE]
+        if length % self.size:
+            raise ConfigError(
+                f"parallel.sequence_parallel=true divides sequences between {self.size} ranks, but those of this batch "
+                f"have {length} positions; pad them to {length + -length % self.size}, or set it to false."
+            )
+        return x
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank computes of a module."""
+
+    dims: Mapping[str, int] = field(default_factory=dict)
+    """The dimension by which each parameter is divided; others are replicated."""
+    sums_gradients: bool = False
+    """Whether the ranks compute summands of the gradients of replicated parameters."""
+    before: Move | None = None
+    """What is done with the first argument."""
+    after: Move | None = None
+    """What is done with the result."""
+    adds_bias_last: bool = False
+    """Whether the bias is added to what `after` returns: where it sums, once."""
+    forward: Callable[..., Any] | None = None
+    """Called with the module and its arguments, instead of its class's `forward`."""
+
+
+class LocalForward:
+    """The `forward` of a module that computes with the parts of its parameters that this rank holds.
+
+    Args:
+        module: the module.
+        part: what this rank computes of it.
+    """
+
+    def __init__(self, module: nn.Module, part: Part) -> None:
+        self.module, self.part = module, part
+        self._forward = part.forward or vars(module).get("forward") or partial(type(module).forward, module)
+        if part.forward is not None:
+            self._forward = partial(part.forward, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's result."""
+        module, part = self.module, self.part
+        if part.before is not None:
+            if args:
+                args = (part.before(args[0]), *args[1:])
+            else:
+                first = next(iter(kwargs))
+                kwargs[first] = part.before(kwargs[first])
+        kept = dict(module._parameters)
+        own: dict[str, Any] = {name: self._local(name, one) for name, one in kept.items()}
+        bias = own["bias"] if part.adds_bias_last else None
+        if part.adds_bias_last:
+            own["bias"] = None
+        module._parameters.update(own)
+        try:
+            result = self._forward(*args, **kwargs)
+        finally:
+            module._parameters.update(kept)
+        result = result if part.after is None else part.after(result)
+        return result if bias is None else result + bias.to(result.dtype)
+
+    def _local(self, name: str, parameter: Tensor | None) -> Tensor | None:
+        dtensor = None if parameter is None else as_dtensor(parameter)
+        if dtensor is None:
+            return parameter
+        is_summed = self.part.sums_gradients and name not in self.part.dims
+        return dtensor.to_local(grad_placements=[Partial()] if is_summed else None)
+
+
+def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world: World) -> None:
+    """Divide a model between the ranks of `tp`, in place. Collective unless its weights are on `meta`.
+
+    The weights become those of the first rank of the run, on its device.
+
+    Args:
+        chunk: the whole model.
+        plan: what a rank computes of each module, by name; each module with parameters of its own must be in it.
+        ranks: the ranks that divide it.
+        world: the ranks of the run.
+
+    Raises:
+        ConfigError: for a module with parameters that the plan lacks, a parameter that is already divided, or one that
+            two modules share and divide differently.
+    """
+    _check(chunk, plan)
+    made: dict[int, tuple[nn.Parameter, Placement, str]] = {}
+    for name, module in list(chunk.named_modules()):
+        part = plan.get(name)
+        for own, parameter in list(module._parameters.items()):
+            if parameter is None or part is None:
+                continue
+            placement = Shard(part.dims[own]) if own in part.dims else Replicate()
+            full = f"{name}.{own}" if name else own
+            if id(parameter) not in made:
+                made[id(parameter)] = _divided(parameter, placement, ranks, world), placement, full
+                made[id(made[id(parameter)][0])] = made[id(parameter)]
+            known, other, first = made[id(parameter)]
+            if other != placement:
+                raise ConfigError(
+                    f"{first} and {full} are one parameter, but the plan divides it as {other} and {placement}; divide "
+                    f"both alike, or give each a parameter of its own."
+                )
+            module._parameters[own] = known
+        if part is not None:
+            object.__setattr__(module, "forward", LocalForward(module, part))
+
+
+def _check(chunk: nn.Module, plan: Mapping[str, Part]) -> None:
+    for name, module in chunk.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if as_dtensor(parameter) is not None:
+                raise ConfigError(
+                    f"{name}.{own} is sharded already, over {as_dtensor(parameter).device_mesh}; pass a whole model."  # type: ignore[union-attr]
+                )
+            if name not in plan:
+                raise ConfigError(
+                    f"parallel.tensor_model_parallel_size > 1 requires to know how {name or 'the model'} "
+                    f"({type(module).__name__}), which has the parameter {own}, is divided; remove the module, or set "
+                    f"the size to 1."
+                )
+
+
+@torch.no_grad()
+def _divided(parameter: nn.Parameter, placement: Placement, ranks: TensorRanks, world: World) -> nn.Parameter:
+    """A parameter as a DTensor."""
+    shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
+    value = parameter.detach()
+    if not value.is_meta:
+        value = value.to(world.device).contiguous()
+        if value.data_ptr() == parameter.data_ptr():
+            value = value.clone()
+        dist.broadcast(value, src=0)
+    if isinstance(placement, Shard):
+        size = -(-shape[placement.dim] // ranks.size)
+        start = min(size * ranks.rank, shape[placement.dim])
+        value = value.narrow(placement.dim, start, min(size, shape[placement.dim] - start)).clone()
+    made = DTensor.from_local(value, ranks.mesh, [placement], run_check=False, shape=shape, stride=stride)
+    divided = nn.Parameter(made, parameter.requires_grad)
+    vars(divided).update(vars(parameter))
+    return divided
+
+
+def column(ranks: TensorRanks, *names: str) -> Part:
+    """A linear layer of which each rank computes some of the outputs, from the whole input.
+
+    Args:
+        ranks: the ranks; a region around it has entered them.
+        names: its parameters; none for `weight` and `bias`.
+    """
+    return Part(dict.fromkeys(names or ("weight", "bias"), 0))
+
+
+def row(ranks: TensorRanks, *, has_bias: bool) -> Part:
+    """A linear layer of which each rank has some of the inputs, and computes a summand of the output.
+
+    Args:
+        ranks: the ranks, which leave the region.
+        has_bias: whether it has a bias.
+    """
+    return Part(
+        {"weight": 1}, sums_gradients=ranks.divides_sequences, after=ranks.leave, adds_bias_last=has_bias
+    )
+
+
+def vocabulary_embedding(ranks: TensorRanks, leave: Move) -> Part:
+    """An embedding of which each rank has the rows of some tokens.
+
+    Args:
+        ranks: the ranks.
+        leave: makes the embeddings of summands that are 0 but on one rank.
+    """
+
+    def forward(module: nn.Embedding, tokens: Tensor) -> Tensor:
+        weight = module.weight
+        own = tokens - -(-module.num_embeddings // ranks.size) * ranks.rank
+        is_other = (own < 0) | (own >= weight.shape[0])
+        x = embedding(own.masked_fill(is_other, 0), weight)
+        return x.masked_fill(is_other.unsqueeze(-1), 0.0)
+
+    return Part({"weight": 0}, after=leave, forward=forward)
+
+
+def dropout_part(ranks: TensorRanks, dim: int, is_divided: Callable[[], bool]) -> Part:
+    """Dropout whose mask is this rank's part of that of one process: all ranks draw the whole one from one stream.
+
+    Args:
+        ranks: the ranks.
+        dim: the dimension by which its input is divided.
+        is_divided: whether it is divided now.
+    """
+
+    def forward(module: nn.Dropout, x: Tensor) -> Tensor:
+        if not module.training or module.p == 0.0 or not is_divided():
+            return dropout(x, module.p, module.training)
+        shape = list(x.shape)
+        shape[dim] *= ranks.size
+        mask = dropout(x.new_ones(shape), module.p, True)
+        return x * mask.narrow(dim, ranks.rank * x.shape[dim], x.shape[dim])
+
+    return Part(forward=forward)

@@ -1,0 +1,51 @@
+"""Divides the tensors of a model's layers between tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from onstep.config import ConfigContainer
+from onstep.distributed import World
+from onstep.distributed.fully_sharded import check_alike
+from onstep.distributed.tensor_parallel import TensorRanks, divide
+from onstep.errors import ConfigError
+from onstep.models.tensor_plan import plan_of, share_out
+from onstep.models.transformer import Transformer
+
+_DIVIDED: WeakKeyDictionary[nn.Module, TensorRanks] = WeakKeyDictionary()
+"""The chunks that were divided here."""
+
+
+def divide_tensors(chunk: nn.Module, world: World, config: ConfigContainer) -> None:
+    """Divide the tensors of a chunk between the ranks of `tp`, in place. Collective.
+
+    Args:
+        chunk: the whole model.
+        world: the ranks of the run.
+        config: the configuration of the run.
+
+    Raises:
+        ConfigError: for a model that cannot be divided, or one that an earlier training has divided in another way.
+    """
+    ranks = TensorRanks(world.part_of_mesh("tp"), config.parallel.sequence_parallel)
+    if (known := _DIVIDED.get(chunk)) is not None:
+        if known != ranks:
+            raise ConfigError(
+                f"an earlier training has divided the tensors of the model over {known.mesh}, and this one is to "
+                f"divide them over {ranks.mesh}; build the model again."
+            )
+        return
+    own = [(name, module) for name, module in chunk.named_modules() if isinstance(module, Transformer)]
+    if len(own) != 1:
+        raise ConfigError(
+            f"parallel.tensor_model_parallel_size={ranks.size} divides the model of section `model`, got "
+            f"{type(chunk).__name__}; set the size to 1, or divide it with parallel.data_parallel_shard_size=-1."
+        )
+    [(prefix, model)] = own
+    check_alike(chunk, world)
+    plan = {f"{prefix}.{name}" if prefix else name: part for name, part in plan_of(model, ranks).items()}
+    divide(chunk, plan, ranks, world)
+    share_out(model, ranks)
+    _DIVIDED[chunk] = ranks

@@ -147,6 +147,8 @@ VARIANTS = {
     "llama": Variant("llama", accumulation=3),
     "llama tied": Variant("llama", options={"tie_word_embeddings": True}),
     "gpt2": Variant("gpt2"),
+    "llama padded": Variant("llama", options={"pad_token_id": 3, "tie_word_embeddings": True}),
+    "qwen3": Variant("qwen3", accumulation=3),
     "pretrain": Variant(door="pretrain", accumulation=3),
     "muon": Variant(door="pretrain", keys=("optimizer.optimizer=muon", "optimizer.muon_fp32_matmul_prec=highest")),
     "muon in bf16": Variant(door="pretrain", keys=("optimizer.optimizer=muon",)),

@@ -88,7 +88,9 @@ class Compared:
                 if real.get(kind, 0) != theory[kind]
             ]
         small = _SMALL_SUMS
-        if layout.tensor_ranks > 1 and variant.loss == "model":  # the maximum of logits, and sums over the vocabulary
+        if layout.tensor_ranks > 1 and (
+            variant.loss == "model" or variant.door == "pretrain"
+        ):  # the maximum of logits, and sums over the vocabulary
             small += 2 * variant.accumulation
         return found + ([f"{self.sent['small']} small sums"] if self.sent.get("small", 0) > small else [])
 

@@ -9,6 +9,7 @@ from layout_names import Layout, Variant
 from layout_rows import LENGTH, ROWS, VOCABULARY
 
 _COLUMNS = ("embedding", "output", "query", "key", "value", "gate", "up")
+_COLUMNS += ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Modules that are divided by outputs; among them is the output of the model, but not that of an attention."""
 _SMALL = 512
 
@@ -38,8 +39,14 @@ def _held(name: str, shape: list[int], ranks: int, shards: int) -> int:
 
 
 def _divided(name: str) -> int | None:
+    """The dimension by which a parameter is divided; None if it is replicated."""
+    name = name.replace(".base_layer.", ".")
     module, _, own = name.rpartition(".")
-    if module.endswith(("attention.output", "down")):
+    if ".lora_" in name:  # A of a layer that is divided by inputs, B of one that is divided by outputs
+        target, _, which = name.partition(".lora_")
+        of_target = _divided(f"{target}.weight")
+        return of_target if of_target == (1 if which[0] == "A" else 0) else None
+    if module.endswith(("attention.output", "down", "o_proj", "down_proj")):
         return 1 if own == "weight" else None
     return 0 if module.rpartition(".")[2] in _COLUMNS else None
 
@@ -54,13 +61,13 @@ def _is_summed(name: str, *, of_sequences: bool) -> bool:
 
 def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
     """Bytes of a step by kind, without ranks of data: activations, logits, and the gradients of what is replicated."""
-    if layout.data_ranks > 1 or variant.door != "train":
+    if layout.data_ranks > 1 or variant.door != "train" or variant.model != "own" or variant.lora:
         return {}
     options = dict(key.split("=") for key in (*layout.keys, *variant.keys))
     width, tokens = shapes[0][2], ROWS * LENGTH
     layers, hidden, ranks = 3, 32, layout.tensor_ranks
     activation = tokens * hidden * width
-    again = 2 * layers if options.get("model.recompute_granularity") == "full" else 0
+    again = layers if options.get("model.recompute_granularity") == "full" else 0  # all but the last sum of a layer
     found = {"gather": 0, "scatter": 0, "reduce": activation}  # the gradient of the head's input
     if variant.loss == "step":
         found["gather"] += tokens * math.ceil(VOCABULARY / ranks) * ranks * width
@@ -76,8 +83,8 @@ def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: 
     if not layout.divides_sequences:
         found["reduce"] += (4 * layers + 1 + again) * activation
         return {kind: float(size) for kind, size in found.items()}
-    found["gather"] += (4 * layers + 1 + again // 2) * activation
-    found["scatter"] += (4 * layers + again // 2) * activation
+    found["gather"] += (4 * layers + 1 + 2 * again) * activation
+    found["scatter"] += (4 * layers + again) * activation
     is_learned = options.get("model.position_embedding_type") == "learned_absolute"
     found["reduce" if is_learned else "scatter"] += activation  # positions are added to whole embeddings
     found["gather"] += activation if is_learned or shapes[names.index("embedding.weight")][1] else 0

@@ -129,6 +129,8 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ddp.bucket_size": (2**20, {"ddp.bucket_cap_mb": 4.0}),
     "dist.distributed_timeout_seconds_after_init": (45.0, {"dist.timeout_after_first_step": 45.0}),
     "dist.use_torch_fsdp2": (True, {"parallel.data_parallel_shard_size": -1}),
+    "model.tensor_model_parallel_size": (2, {"parallel.tensor_model_parallel_size": 2}),
+    "model.sequence_parallel": (True, {"parallel.sequence_parallel": True}),
     "straggler.enable_straggler_on_startup": (False, {"straggler.disable_straggler_on_startup": True}),
 }
 """A value of each key, and what it sets."""
@@ -323,14 +325,14 @@ def is_neutral(section: str, name: str, rule: Rule) -> None:
 
 
 def test_onstep_config_explains_keys_of_bridge() -> None:
-    tensor = explain("model.tensor_model_parallel_size")
-    assert "sets parallel.tensor_model_parallel_size and must be 1: tensor parallelism" in " ".join(tensor.split())
+    context = explain("model.context_parallel_size")
+    assert "sets parallel.context_parallel_size and must be 1: context parallelism" in " ".join(context.split())
     assert "sets validation.eval_interval and accepts any value." in explain("train.eval_interval")
 
 
 def test_true_is_not_one() -> None:
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=True must be 1"):
-        ConfigContainer().model.tensor_model_parallel_size = True  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="context_parallel_size=True must be 1"):
+        ConfigContainer().model.context_parallel_size = True  # type: ignore[attr-defined]
 
 
 def test_constructors_accept_bridges_keys_and_name_unknown_ones() -> None:

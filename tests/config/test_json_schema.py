@@ -98,7 +98,7 @@ def test_each_recipe_of_bridge_is_valid(name: str, check: jsonschema.Draft202012
         "logger: {report_to: [csv, tensorbord]}",
         "profiling: {profile_ranks: [a]}",
         "mixed_precision: [bf16]",
-        "model: {tensor_model_parallel_size: 2}",
+        "model: {context_parallel_size: 2}",
         "callbacks: [a:B]",
         "model: {activation_func: torch.nn.functional.tanh}",
         "model: {activation_func: swish}",

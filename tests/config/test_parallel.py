@@ -78,9 +78,9 @@ def test_sizes_that_are_not_the_ranks_are_refused_with_the_arithmetic(
     [
         (
             "parallel",
-            {TENSOR: 2},
+            {"context_parallel_size": 2},
             4,
-            "tensor_model_parallel_size=2 must be 1: tensor parallelism is not supported; ",
+            "context_parallel_size=2 must be 1: context parallelism is not supported; ",
         ),
         (
             "dist",
@@ -237,3 +237,51 @@ def test_objects_for_the_precision_enable_gathers_in_mxfp8() -> None:
     assert config.ddp.fp8_param_gather
     assert config.ddp.reuse_grad_buf_for_mxfp8_param_ag
     assert config.mixed_precision == "bf16_mixed"
+
+
+SMALL = {"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 67, "seq_length": 32}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, None),
+        ({"parallel": {"sequence_parallel": True}}, None),
+        (
+            {"parallel": {TENSOR: 1, "sequence_parallel": True}},
+            r"^parallel.sequence_parallel=true .* size=1; set it to f",
+        ),
+        (
+            {"model": {"num_attention_heads": 5}},
+            r"num_attention_heads=5 must be a multiple of \S+=2, .* nearest .* is 1",
+        ),
+        ({"model": {"num_query_groups": 1}}, r"num_query_groups=1 must be a multiple of .* that divides it is 1\.$"),
+        ({"model": {"ffn_hidden_size": 33}}, "ffn_hidden_size=33 must be a multiple of"),
+        ({"parallel": {TENSOR: 4}, "model": {"vocab_size": 5}}, r"vocab_size=5 leaves a rank of \S+=4 without a token"),
+        (
+            {"parallel": {"sequence_parallel": True}, "dataset": {"seq_length": 33}},
+            "seq_length=33 must be .*; use 32, or",
+        ),
+        ({"model": {"num_moe_experts": 4}}, "num_moe_experts=4 cannot be combined with .*: experts are not divided; "),
+        ({"model": {"mtp_num_layers": 1}}, "mtp_num_layers=1 cannot be combined with"),
+        (
+            {"ddp": {"use_distributed_optimizer": True}},
+            "use_distributed_optimizer=true cannot be .* whole parameters; ",
+        ),
+        ({"train": {"torch_compile": True}}, "torch_compile=true cannot be combined with"),
+        (
+            {"optimizer": {"optimizer": "muon"}},
+            "optimizer=muon cannot be combined with .*: it updates whole matrices; ",
+        ),
+    ],
+)
+def test_what_tensor_parallel_ranks_cannot_divide_is_refused_by_name(values: dict[str, Any], said: str | None) -> None:
+    run: dict[str, Any] = {"train": {"train_iters": 10, "micro_batch_size": 2}, "optimizer": {"lr": 1e-3}}
+    run |= {"model": SMALL, "parallel": {TENSOR: 2}, "dataset": {"seq_length": 32}}
+    config = from_dict({name: {**run.get(name, {}), **values.get(name, {})} for name in {*run, *values}})
+    if said is None:
+        validate(config, 4)
+        return
+    with pytest.raises(ConfigError, match=said) as refused:
+        validate(config, 4)
+    assert "\n" not in str(refused.value)

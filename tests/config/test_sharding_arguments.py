@@ -108,7 +108,8 @@ def test_recomputation_and_loading_follow_fsdp_config() -> None:
         ({"fsdp": True, "fsdp_config": {"cpu_offload": "maybe"}}, r"\['cpu_offload'\]='maybe' must be true or false"),
         ({"fsdp": True, "fsdp_config": {"reshard_after": True}}, "not a key of fsdp_config. Did you mean 'reshard_aft"),
         ({"parallelism_config": 4}, "must be accelerate's ParallelismConfig or a dictionary of its fields, got 4"),
-        ({"parallelism_config": {"tp_size": 2}}, "tp_size=2 must be 1: tensor parallelism comes with a later version"),
+        ({"parallelism_config": {"cp_size": 2}}, "cp_size=2 must be 1: context parallelism comes with a later version"),
+        ({"parallelism_config": {"tp_size": -1}}, "tp_size=-1 must be a number of ranks"),
         ({"parallelism_config": {"shard": 2}}, "shard=2: there is no such field"),
         (
             {"parallelism_config": {"dp_shard_size": 3}},

@@ -16,16 +16,18 @@ pytestmark = pytest.mark.distributed
 
 JOBS = "tests.support.jobs.layout_jobs"
 STEPS = 4
-PLAIN = ["an empty rank", "tied", "float64", "losses", "dropout"]
+PLAIN = ["an empty rank", "tied", "float64", "losses", "dropout", "learned positions", "grouped", "groups"]
+OTHERS = ["llama", "llama tied", "llama padded", "qwen3"]
 ROWS = {
-    "tp2": [*PLAIN, "learned positions", "grouped", "groups"],
-    "tp2 sp": [*PLAIN, "learned positions", "grouped", "groups", "losses of words", "attention dropout", "lora"],
-    "fsdp2 x tp2 sp": ["an empty rank", "tied", "losses"],
+    "tp2": [*PLAIN, "Trainer", *OTHERS],
+    "tp2 sp": [*PLAIN, "losses of words", "attention dropout", "lora", "pretrain"],
+    "fsdp2 x tp2 sp": ["an empty rank", "losses"],
+    "fsdp2 x tp2": ["an empty rank", "llama", "Trainer"],
     "dp2 x tp2": ["an empty rank"],
     "tp4 sp": ["an empty rank", "losses"],
     "tp2 sp checkpointed": ["plain"],
+    "hsdp 2x2 x tp2 sp": ["losses"],
 }
-WANTED = sorted({(name, alone_of(layout, name)[1].accumulation) for layout, names in ROWS.items() for name in names})
 
 
 def rows(processes: Processes, directory: Path, layout: str, variants: list[Any]) -> list[tuple[Any, Any]]:
@@ -34,25 +36,33 @@ def rows(processes: Processes, directory: Path, layout: str, variants: list[Any]
     return [(one, torch.load(directory / f"{number}.pt")) for number, one in enumerate(found)]
 
 
-@pytest.fixture(scope="module")
-def alone(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Any, Any]]:
-    """One process, by the variant and its number of micro-batches."""
-    variants = [(name, {"accumulation": number}) for name, number in WANTED]
-    found = rows(processes, tmp_path_factory.mktemp("one"), "one", variants)
-    return dict(zip(WANTED, found, strict=True))
+SHORT = {"tp2 sp": ["an empty rank", "tied", "losses", "dropout", "attention dropout"], "fsdp2 x tp2 sp": ["losses"]}
 
 
-SHORT = {"tp2 sp", "fsdp2 x tp2 sp"}
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(one, marks=[] if one in SHORT else [pytest.mark.slow]) for one in ROWS]
-)
-def test_a_layout_trains_as_one_process_and_sends_and_holds_what_theory_says(
-    processes: Processes, tmp_path: Path, alone: dict[tuple[str, int], tuple[Any, Any]], layout: str
-) -> None:
-    found = rows(processes, tmp_path, layout, [(name, {}) for name in ROWS[layout]])
-    for name, row in zip(ROWS[layout], found, strict=True):
-        variant = alone_of(layout, name)[1]
-        beside = compared(LAYOUTS[layout], VARIANTS[name], alone[name, variant.accumulation], row)
+def compare(processes: Processes, directory: Path, layout: str, names: list[str]) -> None:
+    """Hold rows of a layout against one process."""
+    wanted = [alone_of(layout, name) for name in names]
+    assert {reference for reference, _ in wanted} <= {"one", "ddp2", "ddp4"}
+    alone: dict[int, tuple[Any, Any]] = {}
+    for reference in sorted({reference for reference, _ in wanted}):
+        of_reference = [number for number, one in enumerate(wanted) if one[0] == reference]
+        variants = [(names[number], {"accumulation": wanted[number][1].accumulation}) for number in of_reference]
+        place = directory / reference
+        alone |= dict(zip(of_reference, rows(processes, place, reference, variants), strict=True))
+    found = rows(processes, directory / layout, layout, [(name, {}) for name in names])
+    for number, name in enumerate(names):
+        beside = compared(LAYOUTS[layout], VARIANTS[name], alone[number], found[number])
         assert beside.outside(LAYOUTS[layout], VARIANTS[name]) == [], (name, beside)
+
+
+@pytest.mark.parametrize("layout", SHORT)
+def test_a_layout_trains_as_one_process_and_sends_and_holds_what_theory_says(
+    processes: Processes, tmp_path: Path, layout: str
+) -> None:
+    compare(processes, tmp_path, layout, SHORT[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ROWS)
+def test_each_row_of_the_table_is_as_one_process(processes: Processes, tmp_path: Path, layout: str) -> None:
+    compare(processes, tmp_path, layout, ROWS[layout])

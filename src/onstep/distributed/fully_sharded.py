@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
 
 from onstep.config import ConfigContainer, DistributedDataParallelConfig
 from onstep.config.named_functions import function_of, names_function
@@ -20,6 +19,7 @@ from onstep.config.suggestions import listed, nearest, shown
 from onstep.distributed.beside_compute import gather_beside, scatter_beside
 from onstep.distributed.refusals import check_undivided, check_version
 from onstep.distributed.shards import as_dtensor, parameter_groups
+from onstep.distributed.tensor_parallel import dimension_beside
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 
@@ -62,7 +62,9 @@ def fully_sharded(
             _join(chunk, _mesh_of(world))
             continue
         check_version(chunk)
-        check_undivided([chunk], "divided between ranks here", along=world.part_of_mesh("tp") if world.sizes.tp > 1 else None)
+        check_undivided(
+            [chunk], "divided between ranks here", along=world.part_of_mesh("tp") if world.sizes.tp > 1 else None
+        )
         blocks = list(find_blocks(chunk)) if find_blocks is not None else blocks_of(chunk, config.fsdp.wrap)
         check_shared(chunk, blocks)
         check_parameters(chunk)
@@ -87,7 +89,7 @@ def _shard(
         "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offloads else OffloadPolicy(),
     }
     if world.sizes.tp > 1:
-        given["shard_placement_fn"] = partial(_beside_tensor_ranks, world.sizes.dp_shard)
+        given["shard_placement_fn"] = partial(dimension_beside, world.sizes.dp_shard)
     policy, reshard = policy_of(config.mixed_precision, ddp, chunk), options.reshard_after_forward
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **given)
@@ -151,29 +153,6 @@ def policy_of(
     elif (computed_in is not None and not is_low) or (is_low and ddp.grad_reduce_in_fp32):
         summed_in = torch.float32
     return MixedPrecisionPolicy(param_dtype=computed_in, reduce_dtype=summed_in)
-
-
-def _beside_tensor_ranks(shards: int, parameter: nn.Parameter) -> Shard | None:
-    """The dimension by which a parameter is divided that tensor-parallel ranks have divided before: another one.
-
-    Raises:
-        ConfigError: if the number of shards divides none.
-    """
-    dtensor = as_dtensor(parameter)
-    divided = [one.dim for one in dtensor.placements if isinstance(one, Shard)] if dtensor is not None else []
-    if 0 not in divided:
-        return None
-    assert dtensor is not None
-    for dim in range(1, dtensor.dim()):
-        if dim not in divided and dtensor.shape[dim] % shards == 0:
-            return Shard(dim)
-    if dtensor.shape[0] % (dtensor.device_mesh.size() * shards) == 0:
-        return None
-    raise ConfigError(
-        f"a parameter of {tuple(dtensor.shape)}, which {dtensor.device_mesh.size()} tensor-parallel ranks divide, cannot "
-        f"be divided between {shards} ranks of parallel.data_parallel_shard_size; choose sizes of the model that are "
-        f"multiples of {dtensor.device_mesh.size() * shards}."
-    )
 
 
 def _with_wide_results(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -222,6 +222,32 @@ def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world
             object.__setattr__(module, "forward", LocalForward(module, part))
 
 
+def dimension_beside(shards: int, parameter: nn.Parameter) -> Shard | None:
+    """The dimension by which FSDP2 divides a parameter that the ranks of `tp` have divided: another one if it can.
+
+    Args:
+        shards: the number of ranks of FSDP2.
+        parameter: the parameter; None is returned for one that is divided by its first dimension as any other is.
+
+    Raises:
+        ConfigError: if the number of shards divides no dimension.
+    """
+    dtensor = as_dtensor(parameter)
+    divided = [one.dim for one in dtensor.placements if isinstance(one, Shard)] if dtensor is not None else []
+    if dtensor is None or 0 not in divided:
+        return None
+    for dim in range(1, dtensor.dim()):
+        if dim not in divided and dtensor.shape[dim] % shards == 0:
+            return Shard(dim)
+    ranks = dtensor.device_mesh.size()
+    if dtensor.shape[0] % (ranks * shards) == 0:
+        return None
+    raise ConfigError(
+        f"a parameter of {tuple(dtensor.shape)}, which {ranks} tensor-parallel ranks divide, cannot be divided between "
+        f"{shards} ranks of parallel.data_parallel_shard_size; choose sizes that are multiples of {ranks * shards}."
+    )
+
+
 def _check(chunk: nn.Module, plan: Mapping[str, Part]) -> None:
     for name, module in chunk.named_modules():
         for own, parameter in module._parameters.items():
@@ -276,9 +302,7 @@ def row(ranks: TensorRanks, *, has_bias: bool) -> Part:
         ranks: the ranks, which leave the region.
         has_bias: whether it has a bias.
     """
-    return Part(
-        {"weight": 1}, sums_gradients=ranks.divides_sequences, after=ranks.leave, adds_bias_last=has_bias
-    )
+    return Part({"weight": 1}, sums_gradients=ranks.divides_sequences, after=ranks.leave, adds_bias_last=has_bias)
 
 
 def vocabulary_embedding(ranks: TensorRanks, leave: Move) -> Part:
@@ -290,10 +314,12 @@ def vocabulary_embedding(ranks: TensorRanks, leave: Move) -> Part:
     """
 
     def forward(module: nn.Embedding, tokens: Tensor) -> Tensor:
-        weight = module.weight
-        own = tokens - -(-module.num_embeddings // ranks.size) * ranks.rank
+        weight, start = module.weight, -(-module.num_embeddings // ranks.size) * ranks.rank
+        own = tokens - start
         is_other = (own < 0) | (own >= weight.shape[0])
-        x = embedding(own.masked_fill(is_other, 0), weight)
+        padding = None if module.padding_idx is None else module.padding_idx - start
+        has_padding = padding is not None and 0 <= padding < weight.shape[0]
+        x = embedding(own.masked_fill(is_other, 0), weight, padding if has_padding else None)
         return x.masked_fill(is_other.unsqueeze(-1), 0.0)
 
     return Part({"weight": 0}, after=leave, forward=forward)

@@ -75,7 +75,7 @@ def own_part(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def joined(x: Tensor, dim: int, group: ProcessGroup, length: int | None = None) -> Tensor:
-    """The parts of all ranks, for a computation that each does as a whole: the gradient is this rank's part. Collective.
+    """The parts of all ranks, for a computation that each does as a whole; its gradient is their part. Collective.
 
     Args:
         x: a part, of the same shape on each rank unless there is a `length`.

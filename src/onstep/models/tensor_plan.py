@@ -76,9 +76,7 @@ def _found(layer: Layer, name: str) -> nn.Module | None:
     return found
 
 
-def _with_adapter(
-    name: str, module: nn.Module, ranks: TensorRanks, *, is_column: bool
-) -> Iterator[tuple[str, Part]]:
+def _with_adapter(name: str, module: nn.Module, ranks: TensorRanks, *, is_column: bool) -> Iterator[tuple[str, Part]]:
     """A projection, perhaps with LoRA: `A` and `B` are divided where they meet what is divided."""
     base = getattr(module, "base_layer", None)
     linear, own = (module, name) if base is None else (base, f"{name}.base_layer")
@@ -90,7 +88,7 @@ def _with_adapter(
         first, second = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}"
         yield first, Part(sums_gradients=True) if is_column else row(ranks, has_bias=False)
         yield second, column(ranks) if is_column else Part(sums_gradients=ranks.divides_sequences)
-        if not is_column:
+        if not is_column and isinstance(module.lora_dropout[adapter], nn.Dropout):  # type: ignore[index]
             yield f"{name}.lora_dropout.{adapter}", dropout_part(ranks, -1, lambda: True)
 
 

@@ -210,9 +210,7 @@ class Transformer(nn.Module):
             losses = cross_entropy(scores, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
         elif is_plain_head(head):
             weight = local_weight(head.weight)
-            losses = linear_cross_entropy(
-                hidden, weight, labels, reduction=reduction, chunk=size, share=share
-            ).float()
+            losses = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk=size, share=share).float()
         else:
             x, targets = hidden.flatten(0, 1), labels.flatten()
             losses = cross_entropy_in_chunks(self._logits, x, targets, reduction=reduction, chunk=size, share=share)

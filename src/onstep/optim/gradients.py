@@ -90,7 +90,7 @@ class ShardedGradients:
 
 
 def sum_replicas(params: Sequence[Tensor]) -> None:
-    """Sum the gradients of replicated parameters whose ranks hold summands: one collective for those of a mesh and type.
+    """Sum the gradients of replicated parameters whose ranks hold summands: one collective for each mesh and type.
 
     Args:
         params: parameters, of which those without a gradient are left out.

@@ -73,7 +73,7 @@ from onstep.training.runs.claims import Claim
 from onstep.training.runs.facts import facts_of
 from onstep.training.runs.hold import Hold
 from onstep.training.setup.model_and_data import idle_parameters
-from onstep.training.setup.placement import compiled_parts, is_sharded, place
+from onstep.training.setup.placement import compiled_parts, is_divided, place
 from onstep.training.setup.setup import (
     DATA_TIMER,
     MODEL_TIMER,
@@ -254,7 +254,7 @@ def _session(
         check_fused_loss(state.cfg.model, state.world.device)
         if trains and state.cfg.optimizer.params_dtype != "float32":  # else weights stay as the user loaded them
             set_weight_types([module], state.cfg)
-        divides = trains and is_sharded(state.cfg, state.world)  # which moves its blocks one by one
+        divides = trains and is_divided(state.cfg, state.world)  # which moves its blocks one by one
         if not divides and trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
             trainer._move_model_to_device(module, state.world.device)
     if trains:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+from torch import nn
 
 from onstep.config import ConfigContainer
 from onstep.distributed import world_size_from_environment
 from onstep.distributed.shards import is_sharded
 from onstep.errors import ConfigError
+from onstep.models.hf.tensor_styles import check_model
 from onstep.optim import check_scalable
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.optimizer_checks import is_object
@@ -25,7 +27,12 @@ def check_shards(trainer: TrainerMethods, config: ConfigContainer) -> None:
     """
     model = trainer.model
     sizes = config.parallel_sizes(world_size_from_environment())
-    if model is None or sizes.dp_shard == 1 or overrides(trainer, "_wrap_model"):
+    if model is None or overrides(trainer, "_wrap_model"):
+        return
+    if sizes.tp > 1:
+        check_model(model, sizes.tp)
+        _check_optimizer(trainer, model, sizes.tp)
+    if sizes.dp_shard == 1:
         return
     if config.parallel.data_parallel_shard_size == 1:  # ranks divide the updates only
         return
@@ -42,13 +49,20 @@ def check_shards(trainer: TrainerMethods, config: ConfigContainer) -> None:
     check_parameters(model)
     if config.mixed_precision == "fp16_mixed":
         check_scalable(parameters)
+    _check_optimizer(trainer, model, sizes.dp_shard)
+
+
+def _check_optimizer(trainer: TrainerMethods, model: nn.Module, ranks: int) -> None:
+    """Refuse an optimizer that has the parameters of a model from before it is divided between ranks."""
+    whole = set(map(id, model.parameters()))
+    if is_sharded(model.parameters()):  # by an earlier training
+        return
     optimizer = trainer.optimizer
     if is_object(optimizer) and hasattr(optimizer, "param_groups"):
-        whole = set(map(id, parameters))
         groups = cast(torch.optim.Optimizer, optimizer).param_groups
         if any(id(one) in whole for group in groups for one in group["params"]):
             raise ConfigError(
                 f"the {type(optimizer).__name__} in optimizers has the whole parameters of {type(model).__name__}, "
-                f"which is divided between {sizes.dp_shard} ranks after it was made; pass a factory, which gets those "
+                f"which is divided between {ranks} ranks after it was made; pass a factory, which gets those "
                 f"of this rank: optimizers=(lambda parameters: ..., None), or override create_optimizer."
             )

@@ -32,8 +32,13 @@ def check_tensor(config: ConfigContainer, sizes: ParallelSizes) -> None:
         return
     for asked, why, remedy in _undivided(config):
         raise ConfigError(f"{asked} cannot be combined with {_SIZE}={sizes.tp}: {why}; {remedy}.")
-    if config.model.hf_config is None:
+    if config.model.hf_config is None and not config.trainer:
         _check_sizes(config, sizes)
+    elif config.parallel.sequence_parallel:
+        raise ConfigError(
+            f"{_SEQUENCE}=true divides the sequences of the model of section model only; set it to false for one of "
+            f"transformers or of your own."
+        )
     _check_length(config, sizes)
 
 
@@ -64,11 +69,6 @@ def _undivided(config: ConfigContainer) -> Iterator[tuple[str, str, str]]:
     if config.peft.base_quantization is not None:
         why = "quantized weights are whole on each rank"
         yield f"peft.base_quantization={config.peft.base_quantization}", why, f"set it to null, {to_one}"
-    if model.hf_config is not None:
-        why = "models of transformers are not divided"
-        yield "model.hf_config", why, f"configure the model by the keys of section model, or set {_SIZE} to 1"
-    if config.trainer:
-        yield "Trainer", "it trains models of transformers, which are not divided", f"use pretrain, or set {_SIZE} to 1"
 
 
 def _check_sizes(config: ConfigContainer, sizes: ParallelSizes) -> None:
@@ -77,7 +77,10 @@ def _check_sizes(config: ConfigContainer, sizes: ParallelSizes) -> None:
     for name, number in (
         ("num_attention_heads", heads),
         ("num_query_groups", model.num_query_groups or heads),
-        ("ffn_hidden_size", model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, model.gated_linear_unit)),
+        (
+            "ffn_hidden_size",
+            model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, model.gated_linear_unit),
+        ),
     ):
         if number % sizes.tp:
             fits = max(size for size in range(1, sizes.tp) if number % size == 0)

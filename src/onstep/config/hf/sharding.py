@@ -20,7 +20,11 @@ _STRATEGIES = {
     **dict.fromkeys(("hybrid_shard_zero2", "5"), (False, True)),
 }
 """Whether weights are freed after the forward pass, and whether each machine has a replica of its own."""
-_AXES = {"dp_replicate_size": "data_parallel_replicate_size", "dp_shard_size": "data_parallel_shard_size"}
+_AXES = {
+    "dp_replicate_size": "data_parallel_replicate_size",
+    "dp_shard_size": "data_parallel_shard_size",
+    "tp_size": "tensor_model_parallel_size",
+}
 _SHARD_SIZE = "parallel.data_parallel_shard_size"
 _WRITTEN = {
     "fsdp.wrap": "transformer_layer_cls_to_wrap",
@@ -29,7 +33,7 @@ _WRITTEN = {
     "fsdp.prefetch": "forward_prefetch",
 }
 """The keys of `fsdp_config` that set those of the section `fsdp`."""
-_LATER = {"tp_size": "tensor", "cp_size": "context", "sp_size": "sequence"}
+_LATER = {"cp_size": "context", "sp_size": "sequence"}
 _WHOLE_PARAMETERS = "version 2 keeps the parameters as the model has them"
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "version": ((2,), "models are sharded by torch's fully_shard, which is version 2"),
@@ -152,9 +156,9 @@ def sharding_keys(args: Any) -> dict[str, Any]:
             f"TrainingArguments.fsdp=True contradicts parallelism_config: dp_replicate_size="
             f"{sizes['dp_replicate_size']} without dp_shard_size makes replicas only; set dp_shard_size, or drop fsdp."
         )
-    if not sizes:
+    if all(sizes.get(name, 1) == 1 for name in _AXES if name != "tp_size"):
         local = integer_from_environment("LOCAL_WORLD_SIZE", 0) if is_hybrid else 0
-        sizes = {"dp_shard_size": local or -1}
+        sizes = {**sizes, "dp_shard_size": local or -1}
     prefetch = {"fsdp.prefetch": 1} if given.switch("forward_prefetch") else {}
     return {
         **{f"parallel.{_AXES[name]}": size for name, size in sizes.items()},
@@ -228,7 +232,10 @@ def _given_sizes(given: object) -> dict[str, int]:
         rule = f"TrainingArguments.parallelism_config: {name}={shown(size)}"
         if name in _LATER and size not in (None, 1):
             raise ConfigError(f"{rule} must be 1: {_LATER[name]} parallelism comes with a later version.")
-        if name in _AXES and not (isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or size == -1)):
+        is_whole = isinstance(size, int) and not isinstance(size, bool)
+        if name == "tp_size" and size is not None and not (is_whole and size >= 1):
+            raise ConfigError(f"{rule} must be a number of ranks.")
+        if name in _AXES and size is not None and not (is_whole and (size >= 1 or size == -1)):
             raise ConfigError(f"{rule} must be a number of ranks, or -1 for the rest.")
         if name not in (*_AXES, *_LATER) and not (name.endswith(("_backend", "_handler")) or name == "device_mesh"):
             raise ConfigError(f"{rule}: there is no such field.{nearest(name, [*_AXES, *_LATER])}")

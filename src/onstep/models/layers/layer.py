@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from onstep.config import ModelConfig
 from onstep.models.layers.documents import attend_within
-from onstep.models.layers.head_share import HeadShare
 from onstep.models.layers.feed_forward import FeedForward, MixtureOfExperts, is_moe_layer
+from onstep.models.layers.head_share import HeadShare
 from onstep.models.layers.query_blocks import seen_by
 from onstep.models.layers.rotary import rotate
 from onstep.models.layers.sequence_context import SequenceContext

@@ -11,11 +11,25 @@ from onstep.distributed import World
 from onstep.distributed.fully_sharded import check_alike
 from onstep.distributed.tensor_parallel import TensorRanks, divide
 from onstep.errors import ConfigError
+from onstep.models.hf.tensor_plan import plan_of as by_own_plan
 from onstep.models.tensor_plan import plan_of, share_out
 from onstep.models.transformer import Transformer
 
 _DIVIDED: WeakKeyDictionary[nn.Module, TensorRanks] = WeakKeyDictionary()
 """The chunks that were divided here."""
+
+
+def check_undivided_sequences(config: ConfigContainer) -> None:
+    """Refuse (ConfigError) sequence parallelism for a model that is not that of section `model`.
+
+    Args:
+        config: the configuration of the run.
+    """
+    if config.parallel.sequence_parallel:
+        raise ConfigError(
+            "parallel.sequence_parallel=true divides the sequences of the model of section model only; set it to "
+            "false for a model of transformers or of your own."
+        )
 
 
 def divide_tensors(chunk: nn.Module, world: World, config: ConfigContainer) -> None:
@@ -38,14 +52,13 @@ def divide_tensors(chunk: nn.Module, world: World, config: ConfigContainer) -> N
             )
         return
     own = [(name, module) for name, module in chunk.named_modules() if isinstance(module, Transformer)]
-    if len(own) != 1:
-        raise ConfigError(
-            f"parallel.tensor_model_parallel_size={ranks.size} divides the model of section `model`, got "
-            f"{type(chunk).__name__}; set the size to 1, or divide it with parallel.data_parallel_shard_size=-1."
-        )
-    [(prefix, model)] = own
     check_alike(chunk, world)
-    plan = {f"{prefix}.{name}" if prefix else name: part for name, part in plan_of(model, ranks).items()}
-    divide(chunk, plan, ranks, world)
-    share_out(model, ranks)
+    if len(own) == 1:
+        [(prefix, model)] = own
+        plan = {f"{prefix}.{name}" if prefix else name: part for name, part in plan_of(model, ranks).items()}
+        divide(chunk, plan, ranks, world)
+        share_out(model, ranks)
+    else:
+        check_undivided_sequences(config)
+        divide(chunk, by_own_plan(chunk, ranks), ranks, world)
     _DIVIDED[chunk] = ranks

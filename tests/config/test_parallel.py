@@ -249,7 +249,7 @@ SMALL = {"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 67, "seq_len
         ({"parallel": {"sequence_parallel": True}}, None),
         (
             {"parallel": {TENSOR: 1, "sequence_parallel": True}},
-            r"^parallel.sequence_parallel=true .* size=1; set it to f",
+            r"^parallel.sequence_parallel=true .*_size=1; set it to f",
         ),
         (
             {"model": {"num_attention_heads": 5}},

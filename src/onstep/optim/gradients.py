@@ -103,11 +103,12 @@ def sum_replicas(params: Sequence[Tensor]) -> None:
         if param.placements[0].is_replicate():  # type: ignore[attr-defined]
             of_mesh.setdefault((grad.device_mesh, grad.dtype), []).append(param)
     for (mesh, _), members in of_mesh.items():
-        locals_ = [param.grad.to_local() for param in members]  # type: ignore[union-attr]
-        together = torch.cat([one.flatten() for one in locals_])
+        own = [param.grad.to_local() for param in members]  # type: ignore[union-attr]
+        together = torch.cat([one.flatten() for one in own])
         dist.all_reduce(together, group=mesh.get_group())
-        for param, own, total in zip(members, locals_, together.split([one.numel() for one in locals_]), strict=True):
-            param.grad = with_local_value(param, total.view_as(own))
+        totals = torch.split(together, [one.numel() for one in own])
+        for param, one, total in zip(members, own, totals, strict=True):
+            param.grad = with_local_value(param, total.view_as(one))
 
 
 def clip_grad_norm(params: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]], max_norm: float) -> Tensor:

@@ -23,18 +23,17 @@ REFUSED = {
         "model.final_logit_softcapping",
         "model.layernorm_zero_centered_gamma",
         "model.query_pre_attn_scalar",
-        "model.tensor_model_parallel_size",
         "model.transformer_layer_spec",
         "model.window_size",
     },
     "qwen3_30b_a3b": {
         "model.expert_model_parallel_size",
         "model.pipeline_model_parallel_size",
-        "model.sequence_parallel",
-        "model.tensor_model_parallel_size",
     },
 }
 """The keys of each recipe whose values ask for what does not exist here."""
+BESIDE_OTHERS = {"model.tensor_model_parallel_size", "model.sequence_parallel"}
+"""Keys that are refused beside others of these recipes: the distributed optimizer and experts."""
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,4 +48,6 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_recipe(name: str, **changes: Any) -> dict[str, Any]:
-    return nested({key: value for key, value in RECIPES[name].items() if key not in REFUSED[name]} | changes)
+    return nested(
+        {key: value for key, value in RECIPES[name].items() if key not in REFUSED[name] | BESIDE_OTHERS} | changes
+    )

@@ -12,6 +12,7 @@ from onstep import Callback, pretrain
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.distributed.shards import as_dtensor
 from onstep.errors import ConfigError, ReplicaMismatchError
+from onstep.training.verification.fingerprint import fingerprint
 from tests.support.small_configs import small_pretrain_config
 
 LAYOUTS: dict[str, list[str]] = {
@@ -38,10 +39,13 @@ class Noted(Callback):
         self.norms: list[float] = []
         self.evaluated: list[float] = []
         self.random: list[float] = []
+        self.prints: list[str] = []
+        """The fingerprint of the weights with which each step began."""
 
     def on_train_step_start(self, context: Any) -> None:
         """Do what the test asks for."""
         step, rank = context.state.train_state.step, context.state.world.rank
+        self.prints.append(fingerprint(context.model[0].parameters(), context.state.world))
         if [step, rank] == self.settings.get("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if [step, rank] == self.settings.get("drifts"):
@@ -94,6 +98,7 @@ def job_pretrain(settings: dict[str, Any]) -> dict[str, Any]:
         "norms": noted.norms,
         "evaluated": noted.evaluated,
         "random": noted.random,
+        "prints": noted.prints,
         "step": state.train_state.step,
     }
 

@@ -76,7 +76,7 @@ def check_model(model: nn.Module, ranks: int) -> None:
         if style in SPLIT and isinstance(size, int) and size % ranks:
             raise ConfigError(f"{name} has the size {size}, which {_SIZE}={ranks} must divide; choose another size.")
     planned = next(module for module in model.modules() if getattr(module, "_tp_plan", None))
-    config = getattr(planned, "config", None)
+    config: Any = getattr(planned, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
     for attribute in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, attribute, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from onstep.config import ConfigContainer, ModelConfig
+from onstep.distributed.tensor_parallel import TensorRanks
 from onstep.metrics import estimate_training_memory, format_training_memory_estimate
 from onstep.metrics.memory import activations
 from onstep.models import Transformer, build_transformer, transformer, vocabulary_loss
 from onstep.models.offloading import OffloadedActivations
+from onstep.models.tensor_plan import plan_of
 from onstep.optim import build_optimizer
 from onstep.recipes import get_recipe
 from onstep.training.profiling.live_memory import COPIES, LiveMemory
@@ -281,3 +284,31 @@ def test_lora_of_7b_fits_18_gb_and_qlora_9_gb_at_2048_tokens() -> None:
         totals.append(estimate.total)
     assert totals[0] <= 18e9
     assert totals[1] <= 9e9
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_of_a_tensor_parallel_rank_are_those_that_the_plan_gives_it(tied: bool) -> None:
+    sizes = {"num_query_groups": 2, "qk_layernorm": True, "add_qkv_bias": True, "vocab_size": 67, "seq_length": 16}
+    config = config_of(share_embeddings_and_output_weights=tied, **sizes)
+    whole = estimate_training_memory(config)
+    config.parallel.tensor_model_parallel_size = 2
+    found = estimate_training_memory(config)
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    plan = plan_of(model, TensorRanks(mesh=None, divides_sequences=False))  # type: ignore[arg-type]
+    numels = []
+    for name, parameter in model.named_parameters():
+        module, _, own = name.rpartition(".")
+        shape = list(parameter.shape)
+        if (dim := plan[module].dims.get(own)) is not None:
+            shape[dim] = -(-shape[dim] // 2)
+        numels.append(math.prod(shape))
+    assert found is not None
+    assert whole is not None
+    assert found.trained_weights == found.gradients == 4 * sum(numels)
+    assert found.optimizer == 8 * sum(numels)
+    assert found.num_parameters == whole.num_parameters
+    config.parallel.sequence_parallel = True
+    divided = estimate_training_memory(config)
+    assert divided is not None
+    assert divided.activations < found.activations < whole.activations

@@ -39,7 +39,9 @@ def memory(
             "--hf-model", metavar="DIR", help="A Hugging Face model of any family: a directory with its config.json."
         ),
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that the global batch is split over.")] = 1,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Ranks of the run, between which its batch and its model are divided.")
+    ] = 1,
     gpu_gb: Annotated[
         int | None, typer.Option("--gpu-gb", min=1, metavar="GB", help="Say what would make it fit a GPU of this size.")
     ] = None,
@@ -101,8 +103,15 @@ def _changes(config: ConfigContainer, estimate: MemoryEstimate, gigabytes: int, 
 
 def _estimator(config: ConfigContainer, ranks: int) -> Estimator:
     """The estimate by a formula, or for a model of `transformers`, with seconds of importing torch, by traces."""
+    ranks = config.parallel_sizes(ranks).data
     if config.model.hf_config is None:
         return partial(estimate_training_memory, ranks=ranks)
+    if config.parallel.tensor_model_parallel_size > 1:
+        raise ConfigError(
+            f"the memory of a model of transformers on parallel.tensor_model_parallel_size="
+            f"{config.parallel.tensor_model_parallel_size} ranks cannot be estimated; set the size to 1 for what one "
+            f"rank with all of it requires."
+        )
     from onstep.training.setup.family_memory import TracedMemory
 
     return TracedMemory(ranks)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onstep.config.checks.model import LORA_PROJECTIONS
-from onstep.config.sections.model import default_ffn_hidden_size
+from onstep.config.sections.model import ModelConfig, default_ffn_hidden_size
 from onstep.errors import ConfigError
 
 
@@ -61,6 +61,8 @@ class ModelShape:
     """Whether the shared expert has a gate."""
     mtp_depth: int = 0
     """Depth of multi-token prediction [M]."""
+    sequence_parts: int = 1
+    """Number of ranks that divide the activations between matrices by positions."""
 
     @property
     def query_width(self) -> int:
@@ -105,6 +107,22 @@ class ModelShape:
             width: the width of the block in elements.
         """
         return self.num_projections * self.hidden_size * width
+
+    def of_rank(self, ranks: int, *, divides_sequences: bool = False) -> ModelShape:
+        """The shape of what the first of some tensor-parallel ranks has.
+
+        Args:
+            ranks: their number.
+            divides_sequences: whether they are sequence-parallel.
+        """
+        return replace(
+            self,
+            num_attention_heads=self.num_attention_heads // ranks,
+            num_query_groups=self.num_query_groups // ranks,
+            ffn_hidden_size=self.ffn_hidden_size // ranks,
+            vocab_size=-(-self.vocab_size // ranks),
+            sequence_parts=ranks if divides_sequences else 1,
+        )
 
     @classmethod
     def of(cls, model: Any, seq_length: int | None = None) -> ModelShape | None:
@@ -167,7 +185,8 @@ def _vocabulary(model: Any) -> int:
         raise ConfigError(
             "model.vocab_size is None, but FLOPs and memory depend on it; set it to the tokenizer's vocabulary size."
         )
-    parts = getattr(model, "tensor_model_parallel_size", None) or 1
+    is_own = isinstance(model, ModelConfig)  # whose vocabulary is divided as it is
+    parts = 1 if is_own else getattr(model, "tensor_model_parallel_size", None) or 1
     multiple = (getattr(model, "make_vocab_size_divisible_by", None) or 1) * parts
     return -(-int(model.vocab_size) // multiple) * multiple
 

@@ -51,13 +51,15 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
     layers = [_Layer(shape, storage, _targets(cfg.peft, index)) for index in range(shape.all_layers)]
     sizes = [layer.kept(bool(shape.moe_layers) and shape.moe_layers[index]) for index, layer in enumerate(layers)]
     if counts.added:  # nothing before the first adapter has a gradient
-        sizes[0] -= layers[0].norm(shape.hidden_size)
+        sizes[0] -= layers[0].norm(shape.hidden_size) // shape.sequence_parts
     granularity, interval = (
         getattr(cfg.model, "recompute_granularity", None),
         getattr(cfg.model, "recompute_interval", 1),
     )
     recomputes = granularity == "full" and interval == 1
-    of_recomputed = storage.residual * shape.hidden_size + (layers[0].products() if granularity == "selective" else 0)
+    of_recomputed = storage.residual * shape.hidden_size // shape.sequence_parts + (
+        layers[0].products() if granularity == "selective" else 0
+    )
     kept = sum(
         size if granularity is None or index % interval else min(size, of_recomputed)
         for index, size in enumerate(sizes)
@@ -70,7 +72,7 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
     copies, angles = _copies(counts, storage, recomputes), _angles(shape, cfg, storage)
     on_host = tokens * kept if cfg.model.offload_activations else 0
     return MicroBatch(
-        activations=tokens * (kept + layers[0].norm(shape.hidden_size))
+        activations=tokens * (kept + layers[0].norm(shape.hidden_size) // shape.sequence_parts)
         + ends
         + (angles if storage.quantization else 0)
         - on_host,
@@ -154,7 +156,9 @@ class _Layer:
     def kept(self, has_experts: bool) -> int:
         """All of it."""
         shape, product = self.shape, self.storage.product
-        size = 2 * self.norm(shape.hidden_size) + self._inputs(shape.hidden_size, _INPUTS_OF_ATTENTION)
+        size = 2 * self.norm(shape.hidden_size) // shape.sequence_parts + self._inputs(
+            shape.hidden_size, _INPUTS_OF_ATTENTION
+        )
         size += product * (2 * shape.query_width + 2 * shape.key_width) + FLOAT32 * shape.num_attention_heads
         if shape.qk_norm:
             heads = shape.num_attention_heads + shape.num_query_groups

@@ -82,8 +82,9 @@ def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int 
     """Memory needed per device to train with a `ConfigContainer`; None for a model without a known formula.
 
     Weights, gradients and optimizer state are exact, in the precision that the configuration gives each of them, and
-    divided by `parallel.data_parallel_shard_size`; beside its shards, a rank holds the layers that it has gathered.
-    With `ddp.use_distributed_optimizer`, masters and state are divided, and gradients are whole, beside their sums.
+    divided by `parallel.data_parallel_shard_size`; beside its shards, a rank holds the layers that it has gathered. Of
+    tensor-parallel ranks, it is the first one's. With `ddp.use_distributed_optimizer`, masters and state are divided,
+    and gradients are whole, beside their sums.
     Activations assume attention that stores no scores. Buffers of data parallelism, memory fragmentation and the
     kernels' workspace come on top.
 
@@ -95,8 +96,14 @@ def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int 
     shape = ModelShape.of(cfg.model)
     if shape is None:
         return None
-    counts, storage = WeightCounts.of(shape, getattr(cfg, "peft", None)), Storage.of(cfg, device)
-    return estimate_of(cfg, counts, storage, micro_batch(shape, cfg, counts, storage), ranks)
+    storage, whole = Storage.of(cfg, device), WeightCounts.of(shape, getattr(cfg, "peft", None))
+    tensor_ranks = cfg.parallel.tensor_model_parallel_size
+    if tensor_ranks == 1:
+        return estimate_of(cfg, whole, storage, micro_batch(shape, cfg, whole, storage), ranks)
+    shape = shape.of_rank(tensor_ranks, divides_sequences=cfg.parallel.sequence_parallel)
+    counts = WeightCounts.of(shape, getattr(cfg, "peft", None))
+    found = estimate_of(cfg, counts, storage, micro_batch(shape, cfg, counts, storage), ranks)
+    return replace(found, num_parameters=whole.total, num_trainable=whole.trained)
 
 
 def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBatch, ranks: int = 1) -> MemoryEstimate:

@@ -21,8 +21,9 @@ def check_device_memory(config: ConfigContainer, world: World) -> None:
     Raises:
         ConfigError: if the training cannot fit, with changes that would make it fit.
     """
-    if config.validation.skip_train or (config.model.hf_config is not None and world.device.type == "cpu"):
-        return  # a trace lasts seconds
+    is_traced = config.model.hf_config is not None  # which lasts seconds, and knows no plan
+    if config.validation.skip_train or (is_traced and (world.device.type == "cpu" or world.sizes.tp > 1)):
+        return
     estimator = memory_estimator(config, device=world.device.type, ranks=world.data.size)
     estimate = estimator(config)
     if estimate is None:

@@ -94,6 +94,8 @@ LAYOUTS = {
     "fsdp2 x tp2": _tensors(2, shards=2),
     "fsdp2 x tp2 sp": _tensors(2, SEQUENCES, shards=2),
     "hsdp 2x2 x tp2 sp": _tensors(2, SEQUENCES, shards=2, replicas=2),
+    "tp2 sp bf16": _tensors(2, SEQUENCES, IN_BF16),
+    "fsdp2 x tp2 sp bf16": _tensors(2, SEQUENCES, IN_BF16, shards=2),
     "one bf16": Layout(1, (IN_BF16,)),
     "ddp2 bf16": Layout(2, (IN_BF16,)),
     "fsdp2 bf16": _sharded(2, IN_BF16),

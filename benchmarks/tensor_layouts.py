@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from layout_names import Layout, Variant
+from layout_names import IN_BF16, Layout, Variant
 from layout_rows import LENGTH, ROWS, VOCABULARY
 
 _COLUMNS = ("embedding", "output", "query", "key", "value", "gate", "up")
@@ -61,7 +61,13 @@ def _is_summed(name: str, *, of_sequences: bool) -> bool:
 
 def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
     """Bytes of a step by kind, without ranks of data: activations, logits, and the gradients of what is replicated."""
-    if layout.data_ranks > 1 or variant.door != "train" or variant.model != "own" or variant.lora:
+    if (
+        layout.data_ranks > 1
+        or variant.door != "train"
+        or variant.model != "own"
+        or variant.lora
+        or IN_BF16 in layout.keys
+    ):
         return {}
     options = dict(key.split("=") for key in (*layout.keys, *variant.keys))
     width, tokens = shapes[0][2], ROWS * LENGTH

@@ -66,3 +66,12 @@ def test_a_layout_trains_as_one_process_and_sends_and_holds_what_theory_says(
 @pytest.mark.parametrize("layout", ROWS)
 def test_each_row_of_the_table_is_as_one_process(processes: Processes, tmp_path: Path, layout: str) -> None:
     compare(processes, tmp_path, layout, ROWS[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "tp4 sp", "dp2 x tp2", "fsdp2 x tp2 sp"])
+def test_three_runs_have_the_same_bits(processes: Processes, tmp_path: Path, layout: str) -> None:
+    (one, weights), *others = rows(processes, tmp_path, layout, [("losses", {})] * 3)
+    for other, its_weights in others:
+        assert (other["losses"], other["norms"]) == (one["losses"], one["norms"])
+        assert all(torch.equal(weights[name], its_weights[name]) for name in weights)

@@ -88,9 +88,11 @@ def test_a_bit_of_a_replicated_weight_that_drifts_ends_the_run_with_its_name(run
 def test_after_a_kill_in_a_step_all_ranks_end_and_the_run_continues_to_the_bit(runs: Runs) -> None:
     [whole] = runs.train({"how": "tp2 sp", "run": "whole"})
     settings = {**runs.settings, "how": "tp2 sp", "run": "killed", "killed": [3, 1]}
-    codes = runs.processes.run(JOBS, "pretrain", runs.directory, settings, ranks=2)
+    children = runs.processes.start(JOBS, "pretrain", runs.directory, settings, ranks=2)
+    codes = [child.wait() for child in children]
     assert codes[1] == -9
     assert codes[0] not in (0, -9), output_of(runs.directory)
+    assert "first failure: rank 1, tp 1 is gone" in (runs.directory / "rank-0.out").read_text()
     [rest] = runs.train({"how": "tp2 sp", "run": "killed"})
     assert is_rest(rest[0], whole[0], 2)
 

@@ -1,0 +1,33 @@
+"""Ways to call a tensor-parallel model: documents, positions, caches, hidden states, a value head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forked_processes import Processes
+
+pytestmark = pytest.mark.distributed
+
+JOBS = "tests.support.jobs.tensor_call_jobs"
+IN_TWO, SEQUENCES = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
+BIASES = ["model.add_qkv_bias=true", "model.add_bias_linear=true", "model.normalization=LayerNorm"]
+LEARNED = [*BIASES, "model.position_embedding_type=learned_absolute", "model.hidden_dropout=0.1"]
+
+
+@pytest.mark.parametrize("keys", [[], LEARNED], ids=["rotary", "learned"])
+def test_each_call_gives_what_one_process_gives_on_both_ranks(
+    processes: Processes, tmp_path: Path, keys: list[str]
+) -> None:
+    [one] = processes.results(JOBS, "calls", tmp_path / "one", {"keys": keys, "ranks": 1}, ranks=1)
+    settings: dict[str, Any] = {"keys": [*keys, IN_TWO, SEQUENCES], "ranks": 2}
+    for found in processes.results(JOBS, "calls", tmp_path / "two", settings, ranks=2):
+        assert found.pop("refused") == (
+            "parallel.sequence_parallel=true divides sequences between 2 ranks, but those of this batch have 7 "
+            "positions; pad them to 8, or set it to false."
+        )
+        for name, (result, gradients) in one.items():
+            assert found[name][0] == pytest.approx(result, rel=1e-6), name
+            assert found[name][1] == pytest.approx(gradients, rel=1e-6, abs=1e-9), name

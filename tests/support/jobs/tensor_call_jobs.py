@@ -1,0 +1,90 @@
+"""What the ranks of the tests of calls of tensor-parallel models run: `job_*(settings)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onstep.config import ConfigContainer, ModelConfig, apply_overrides
+from onstep.distributed import open_world
+from onstep.distributed.shards import whole
+from onstep.errors import ConfigError
+from onstep.models.heads import create_value_head_hook
+from onstep.models.layers.sequence_context import KeyValueCache
+from onstep.models.transformer import Transformer, build_transformer
+from onstep.training.setup.placement import place
+
+VOCABULARY, LENGTH = 67, 12
+VALUES = "values"
+
+
+def tokens_of(length: int) -> Tensor:
+    return torch.randint(VOCABULARY, (3, length), generator=torch.Generator().manual_seed(length))
+
+
+def _documents(model: Transformer) -> Tensor:
+    ids = torch.tensor([0] * 5 + [1] * 3 + [2] * 4).expand(3, LENGTH)
+    tokens = tokens_of(LENGTH)
+    return model(tokens, tokens.roll(-1, 1), document_ids=ids).sum()
+
+
+def _positions(model: Transformer) -> Tensor:
+    tokens = tokens_of(LENGTH)
+    return model(tokens, tokens, position_ids=torch.arange(LENGTH).flip(0).expand(3, LENGTH), reduction="sum")
+
+
+def _hidden(model: Transformer) -> Tensor:
+    """A loss of hidden states that each rank computes as a whole."""
+    return model.hidden_states(tokens_of(LENGTH)).square().sum()
+
+
+def _values(model: Transformer) -> Tensor:
+    return model(tokens_of(LENGTH)).square().sum()
+
+
+def _generated(model: Transformer) -> Tensor:
+    """Logits of 7 positions without and with a cache, of a length that no rank divides."""
+    cache, tokens = KeyValueCache(2, 7), tokens_of(7)
+    with torch.no_grad():
+        first, then = model(tokens[:, :4], cache=cache), model(tokens[:, 4:], cache=cache)
+        return torch.cat([model(tokens), first, then], 1)
+
+
+CALLS: dict[str, Callable[[Transformer], Tensor]] = {
+    "documents": _documents,
+    "positions": _positions,
+    "hidden": _hidden,
+    VALUES: _values,
+    "generated": _generated,
+}
+
+
+def job_calls(settings: dict[str, Any]) -> dict[str, Any]:
+    """For each call, its result and the norm of each gradient; and what a length that is not a multiple says."""
+    config = ConfigContainer(model=ModelConfig(vocab_size=VOCABULARY, seq_length=LENGTH))
+    config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 2, 16, 4
+    config.dist.device = "cpu"
+    apply_overrides(config, settings["keys"])
+    world = open_world(config.dist, config.parallel.sizes(settings["ranks"]))
+    found: dict[str, Any] = {}
+    for name, call in CALLS.items():
+        torch.manual_seed(3)
+        model: Any = build_transformer(config.model, seed=0).double()
+        if name == VALUES:
+            create_value_head_hook(16, sequence_parallel=False, output_size=2)([model])
+            model = model.double()
+        [model] = place([model], world, config)
+        result = call(model)
+        if result.requires_grad:
+            result.backward()
+        grads = {one: whole(p.grad).norm().item() for one, p in model.named_parameters() if p.grad is not None}
+        found[name] = [result.detach().double().flatten().tolist(), grads]
+    try:
+        model(tokens_of(7))
+    except ConfigError as error:
+        found["refused"] = str(error)
+    world.close()
+    return found

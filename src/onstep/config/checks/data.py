@@ -153,6 +153,11 @@ def _check_tokenizer(tokenizer: TokenizerConfig, kind: str) -> None:
     has_path = how not in ("bytes", "bpe")
     if has_path and path is None:
         raise ConfigError(f"tokenizer_type={how} requires tokenizer.tokenizer_model, the path of the tokenizer.")
+    if is_url(path or ""):
+        raise ConfigError(
+            f"tokenizer.tokenizer_model={without_secrets(str(path))} must be a local path; copy the tokenizer from there to "
+            f"a directory, and name that."
+        )
     if not has_path and path is not None:
         raise ConfigError(
             f"tokenizer.tokenizer_model={shown(path)} has no effect with tokenizer_type={how}; drop it, or set "

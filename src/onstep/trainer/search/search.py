@@ -41,7 +41,7 @@ def search(
     if is_url(str(trainer.args.output_dir)):
         raise ConfigError(
             f"output_dir={without_secrets(str(trainer.args.output_dir))} must be a directory for a search, whose "
-            f"trials and study are in it."
+            f"trials and study are in it; name one on a disk that outlasts the machine."
         )
     wanted = Wanted(_checked_number(n_trials), _checked_directions(direction), options)
     chosen = _checked_backend(backend)

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from onstep import Callback, pretrain
+from onstep.events.context import CallbackContext
 from onstep.recipes import tiny_gpt_pretrain_config
-from onstep.events.context import CallbackContext, unwrap
 
 STEPS, INTERVAL = 60, 6
 PAUSE_SECONDS = 0.25

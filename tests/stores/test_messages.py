@@ -76,3 +76,9 @@ def test_copies_of_runs_are_in_the_cache_and_shown_as_urls(tmp_path: Path, monke
     assert local_place("s3://bucket/runs/x") == tmp_path / "stores" / "s3" / "bucket" / "runs" / "x"
     text = f"{tmp_path}/copies/s3/bucket/runs/x: good, {tmp_path}/copies/file/data/x: bad, {tmp_path}/other"
     assert with_urls(text) == f"s3://bucket/runs/x: good, file:///data/x: bad, {tmp_path}/other"
+
+
+def test_a_tokenizer_by_url_is_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tokenizer.tokenizer_type=huggingface", "tokenizer.tokenizer_model=s3://bucket/tokenizer"]
+    assert main(["config", "show", "tiny_gpt", *words]) == 1
+    assert "tokenizer.tokenizer_model=s3://bucket/tokenizer must be a local path" in capsys.readouterr().err

@@ -155,7 +155,7 @@ def _check_tokenizer(tokenizer: TokenizerConfig, kind: str) -> None:
         raise ConfigError(f"tokenizer_type={how} requires tokenizer.tokenizer_model, the path of the tokenizer.")
     if is_url(path or ""):
         raise ConfigError(
-            f"tokenizer.tokenizer_model={without_secrets(str(path))} must be a local path; copy the tokenizer from there to "
+            f"tokenizer.tokenizer_model={without_secrets(str(path))} must be a local path; copy the tokenizer to "
             f"a directory, and name that."
         )
     if not has_path and path is not None:

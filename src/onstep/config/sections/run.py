@@ -50,7 +50,7 @@ class RunConfig(ConfigSection):
         bound=PATH,
         needs=IN_A_STORE,
         help="Local directory in which runs work whose `output_dir` is a URL; all ranks must see it. None is "
-        "`~/.cache/onstep/stores`.",
+        "`stores` in the cache directory.",
     )
     scratch_gib: float | None = option(
         None,

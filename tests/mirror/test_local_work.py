@@ -17,6 +17,7 @@ from onstep.config import ConfigContainer
 from onstep.errors import ConfigError, StoreError
 from onstep.mirror import mirror as mirroring
 from onstep.mirror.attach import attach
+from onstep.mirror.local_space import trim
 from onstep.mirror.mirror import Mirror
 from onstep.mirror.remote_checkpoints import RemoteCheckpoints
 from onstep.stores.bucket import Bucket
@@ -149,6 +150,15 @@ def test_links_to_a_deleted_checkpoint_count_as_local_space_from_their_first_req
     go.set()
     mirror.close()
     assert len(files) == 2
+
+
+def test_manifests_count_as_local_space(url: str, tmp_path: Path) -> None:
+    mirror = attach(place_of(url, tmp_path), Retention())
+    newest = max(checkpoints(mirror.root), key=lambda info: info.step)
+    of_files = newest.manifest.size_bytes
+    trim(mirror.root, 3 * of_files + 1, None, {1}, None)  # with room for a third one, and none for manifests
+    assert steps(mirror) == [2]
+    mirror.close()
 
 
 def _refuse(*_: object) -> None:

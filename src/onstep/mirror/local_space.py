@@ -6,10 +6,19 @@ import logging
 from collections.abc import Container
 from pathlib import Path
 
-from onstep.checkpoint import FileStore, Retention, best, checkpoints
+from onstep.checkpoint import CheckpointInfo, FileStore, Retention, best, checkpoints
+from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+
+def bytes_of(info: CheckpointInfo) -> int:
+    """The size of a local checkpoint, its manifest included."""
+    try:
+        return info.manifest.size_bytes + (info.path / MANIFEST).stat().st_size
+    except OSError:  # it is gone by now
+        return info.manifest.size_bytes
 
 
 def trim(
@@ -29,7 +38,7 @@ def trim(
     """
     store = FileStore()
     infos = sorted(checkpoints(root), key=lambda info: info.step)
-    size = sum(info.manifest.size_bytes for info in [*infos, *infos[-1:]])
+    size = sum(bytes_of(info) for info in [*infos, *infos[-1:]])
     if held is not None and held[0] not in [info.step for info in infos]:
         size += held[1]
     found = None if kept_best is None else best(infos, kept_best)
@@ -38,6 +47,7 @@ def trim(
             return
         if found is not None and info.step == found.step:
             continue
+        freed = bytes_of(info)
         try:
             store.remove_tree(info.path)
         except CheckpointError as error:
@@ -47,4 +57,4 @@ def trim(
                 "checkpoint %d is deleted to keep to run.scratch_gib, and is not known to be in the store", info.step
             )
         if held is None or held[0] != info.step:
-            size -= info.manifest.size_bytes
+            size -= freed

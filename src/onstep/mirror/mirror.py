@@ -16,7 +16,7 @@ from onstep.checkpoint.storage.manifest import MANIFEST
 from onstep.errors import CheckpointError, LostLeaseError, OnstepError, StoreError
 from onstep.mirror.beat import Beat
 from onstep.mirror.linked_copy import linked
-from onstep.mirror.local_space import trim
+from onstep.mirror.local_space import bytes_of, trim
 from onstep.mirror.outage import Outage
 from onstep.mirror.remote_checkpoints import (
     ASIDE,
@@ -224,7 +224,7 @@ class Mirror:
             self.remote.set_aside(abandoned)
 
     def _upload_links(self, info: CheckpointInfo) -> None:
-        self._held = info.step, info.manifest.size_bytes
+        self._held = info.step, bytes_of(info)
         try:
             with linked(info.path, self._options.workplace / UPLOADING) as source:
                 if source is not None:

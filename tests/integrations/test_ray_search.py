@@ -12,17 +12,22 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from onstep.errors import ConfigError
+from onstep.trainer.search.ray_log import TrialLog
 from tests.support.ray_cluster import PATIENCE, RayCluster, ray_cluster
 from tests.trainer.test_search import searching
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     tune = pytest.importorskip("ray.tune", reason="Ray is not installed (make ray)")
+    from ray.tune.experiment import Trial
+
+    from onstep.trainer.search.ray_trials import Trials
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.slow,
@@ -140,6 +145,84 @@ def test_a_trial_that_fails_is_named_and_trained_by_the_next_call(cluster: RayCl
     found = searched(cluster, tmp_path)
     assert [one["step"] for one in found["trials"]] == [STEPS] * 3
     assert {count for step, count in steps_of(tmp_path).items() if not step.startswith("run-1 ")} == {1}
+
+
+class Three:
+    """A search algorithm that gives three trials, so many at once, and notes what it is given."""
+
+    total_samples = 3
+
+    def __init__(self, at_once: int) -> None:
+        self.at_once, self.noted = at_once, list[Any]()
+        self.live, self.given = set[str](), 0
+
+    def next_trial(self) -> Any:
+        if self.given == 3 or len(self.live) == self.at_once:
+            return None
+        trial = Trial("stub", config={"x": self.given / 3}, stub=True)
+        self.given += 1
+        self.live.add(trial.trial_id)
+        return trial
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        self.noted.append(result["objective"])
+
+    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+        self.live.remove(trial_id)
+        self.noted.append((result["objective"], "ended"))
+
+    def is_finished(self) -> bool:
+        return self.given == 3
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_past_trials_are_repeated_in_their_order_also_where_fewer_are_allowed_at_once(
+    tmp_path: Path, at_once: int
+) -> None:
+    def trials(at_once: int) -> tuple[Three, list[Any], Trials]:
+        inner, seen = Three(at_once), list[Any]()
+        scheduler = SimpleNamespace(
+            on_trial_result=lambda controller, trial, result: seen.append((trial.trial_id, result["objective"])),
+            on_trial_complete=lambda controller, trial, result: seen.append((trial.trial_id, "ended")),
+        )
+        return (
+            inner,
+            seen,
+            Trials(inner, scheduler, TrialLog(tmp_path), "min", lambda config, number, names: f"run-{number}"),
+        )
+
+    def result(objective: float, iteration: int) -> dict[str, Any]:
+        return {"objective": objective, "step": iteration, "training_iteration": iteration, "config/x": 1}
+
+    inner, _, first = trials(2)
+    assert [first.next_trial().trial_id for _ in "01"] == ["0", "1"]
+    assert first.next_trial() is None
+    first.on_trial_result("1", result(1.5, 1))
+    first.on_trial_complete("0", result(3.0, 1))
+    assert first.next_trial().trial_id == "2"
+    first.on_trial_result("2", result(2.5, 1))
+    first.on_trial_complete("1", result(1.0, 2))
+    expected = inner.noted
+
+    inner, seen, second = trials(at_once)
+    again = [second.next_trial() for _ in "012"]
+    assert [one.status for one in again] == ["TERMINATED", "TERMINATED", "PENDING"]
+    assert [one.config for one in again] == [{"x": 0}, {"x": 1 / 3}, {"x": 2 / 3}]
+    assert [again[1].last_result[name] for name in ("objective", "step")] == [1.0, 2]
+    assert second.next_trial() is None
+    assert sorted(map(str, inner.noted)) == sorted(map(str, [one for one in expected if one != 2.5]))
+    assert sorted(map(str, seen)) == sorted(
+        map(str, [("0", 3.0), ("0", "ended"), ("1", 1.5), ("1", 1.0), ("1", "ended")])
+    )
+    if at_once > 1:
+        assert inner.noted == [one for one in expected if one != 2.5]
+    assert not second.have_ended
+    second.on_trial_result("2", result(2.5, 1))  # reported again by its process
+    second.on_trial_complete("2", result(2.0, 2))
+    assert second.have_ended
+    assert [
+        line["result"]["objective"] for line in TrialLog(tmp_path).lines() if line["trial"] == "2" and "result" in line
+    ] == [2.5, 2.0]
 
 
 def space(trial: object) -> dict[str, Any]:

@@ -99,6 +99,8 @@ class Trials(SearchAlgorithm):  # type: ignore[misc]
         while self._lines and NAME not in self._lines[0]:
             self._repeat(self._lines.popleft())
         trial = self._inner.next_trial()
+        while trial is None and self._repeat_an_end():  # fewer trials are allowed at once than before
+            trial = self._inner.next_trial()
         if trial is None:
             return None
         if self._lines:
@@ -155,6 +157,18 @@ class Trials(SearchAlgorithm):  # type: ignore[misc]
             for result in past.results:
                 trial.update_last_result(dict(result))
             trial.set_status(Trial.TERMINATED)
+
+    def _repeat_an_end(self) -> bool:
+        """Repeat what is left of a trial that has begun and ended; returns whether there was one."""
+        ends = (line[TRIAL] for line in self._lines if ENDED in line and int(line[TRIAL]) < len(self._given))
+        found = next(ends, None)
+        if found is None:
+            return False
+        left = [line for line in self._lines if line[TRIAL] == found]
+        self._lines = deque(line for line in self._lines if line[TRIAL] != found)
+        for line in left:
+            self._repeat(line)
+        return True
 
     def _repeat(self, line: Line) -> None:
         """Give the search algorithm and the scheduler a past result, or the end, of a trial that has ended.

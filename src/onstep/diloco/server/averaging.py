@@ -48,7 +48,7 @@ class Averages:
                 piece.copy_(self.piece(spec, start, piece.numel(), piece.dtype))
 
     def piece(self, spec: ParameterSpec, start: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Elements of the average of a parameter, flat, from `start` on; valid, and free to use, until the next call."""
+        """Elements of the average of a parameter, flat, from `start` on; free to use until the next call."""
         total, work = self.work(dtype)[:, :size]
         for number, (one, share) in enumerate(self._shares):
             value = decode_part(one.encoded, spec, one.codec, start, work)
@@ -59,7 +59,7 @@ class Averages:
         return total
 
     def work(self, dtype: torch.dtype) -> Tensor:
-        """Memory of shape (2, `CHUNK_VALUES`), which `piece` uses: what is new from the system costs as much as work."""
+        """Memory of shape (2, `CHUNK_VALUES`), which `piece` uses: new memory costs as much as the work."""
         if dtype not in self._work:
             self._work[dtype] = torch.empty(2, CHUNK_VALUES, dtype=dtype)
         return self._work[dtype]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from onstep import Trainer, TrainerCallback
-from onstep.errors import ConfigError, MissingExtraError
+from onstep.errors import ConfigError, MissingExtraError, RunExistsError
 from onstep.trainer.search.ray_log import TrialLog, trials_in
 from tests.support.forked_processes import Processes
 from tests.support.small_models import Regression, arguments, regression_rows
@@ -249,6 +249,22 @@ def test_a_trial_that_fails_ends_the_search_unless_its_error_is_caught(tmp_path:
 
     searching(tmp_path, callbacks=[Fails()]).hyperparameter_search(rate, n_trials=3, catch=(RuntimeError,))
     assert [one.state.name for one in stored(tmp_path / "run")] == ["COMPLETE", "FAIL", "COMPLETE"]
+
+
+def test_a_trial_that_another_process_holds_has_not_failed(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+
+    class Second(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not caught:
+                with pytest.raises(RunExistsError, match="is in use by a live process") as error:
+                    searching(tmp_path).hyperparameter_search(rate, n_trials=1, catch=(Exception,))
+                caught.append(str(error.value.__notes__))
+
+    caught: list[str] = []
+    searching(tmp_path, callbacks=[Second()]).hyperparameter_search(rate, n_trials=1)
+    assert "One process, or one job of torchrun, trains the trials of a study at a time." in caught[0]
+    assert [one.state.name for one in stored(tmp_path / "run")] == ["COMPLETE"]
 
 
 def test_the_model_is_made_from_the_trial_and_each_has_its_label_smoothing(tmp_path: Path) -> None:

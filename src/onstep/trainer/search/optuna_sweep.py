@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from onstep.distributed import on_main
-from onstep.errors import ConfigError, named_text
+from onstep.errors import ConfigError, RunExistsError, named_text
 from onstep.record.kinds import Metrics
 from onstep.trainer.search.optuna_replay import Remaining, replay, silent
 from onstep.trainer.search.trial_run import check_options, found_run, name_of_trial, objective_of_run, ranks
@@ -240,6 +240,9 @@ class OptunaSweep:
             logger.info("trial %d is pruned: %s", assigned.number, error)
             if is_main:
                 self._study.tell(assigned.number, state=TrialState.PRUNED)
+        except RunExistsError as error:  # not of the trial: another process may be training it
+            error.add_note("One process, or one job of torchrun, trains the trials of a study at a time.")
+            raise
         except self._catch as error:
             logger.warning("trial %d has failed: %s", assigned.number, named_text(error))
             if is_main:

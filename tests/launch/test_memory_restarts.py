@@ -158,7 +158,7 @@ def test_a_start_from_memory_opens_no_file_of_a_checkpoint_on_the_disk_but_manif
     opened = Path(f"{cluster.directory}/seen-opened.txt")
     nodes = [cluster.start() for _ in range(2)]
     try:
-        cluster.wait_for(2, 11, after=0.0)
+        cluster.wait_for(2, 13, after=0.0)
         nodes.pop().kill()
         assert checkpoints_of(tmp_path / "runs" / "lost") == ["checkpoint-8"]
         nodes.append(cluster.start())

@@ -103,6 +103,8 @@ class DiLoCoCallback(TrainerCallback):
         ConfigError: for an environment variable that is not a number where one is needed, or a group and a server.
     """
 
+    needs_whole_model = True
+
     changes_weights = True
 
     def __init__(

@@ -39,6 +39,8 @@ class GradNormLogger(TrainerCallback):
     observed; the callback warns and records nothing.
     """
 
+    needs_whole_model = True
+
     reads_weights = False
 
     def __init__(self) -> None:

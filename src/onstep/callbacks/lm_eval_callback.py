@@ -55,6 +55,8 @@ class LmEvalCallback(Callback):
         OnstepError: if an evaluation fails.
     """
 
+    needs_whole_model = True
+
     settable: ClassVar = {"every": Setting(int, 1, "Steps between evaluations")}
 
     def __init__(

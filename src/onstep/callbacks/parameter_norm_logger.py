@@ -46,6 +46,8 @@ class ParameterNormLogger(TrainerCallback):
             if `logging_dir` is not writable.
     """
 
+    needs_whole_model = True
+
     log_norms: bool = True
     log_spectral_norms: bool = True
     power_iter_steps: int = 10
@@ -120,6 +122,8 @@ class WeightNormLogger(TrainerCallback):
     sharded parameters (FSDP2, tensor parallelism) it is the norm of the whole model, on every rank. Parameters without
     values (on the meta device, or integers of quantized layers) are omitted, with a single warning that names them.
     """
+
+    needs_whole_model = True
 
     def __init__(self) -> None:
         self._missing = MissingOnce(self.name)

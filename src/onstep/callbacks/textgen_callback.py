@@ -69,6 +69,8 @@ class TextgenCallback(TrainerCallback):
             training begins, for options that the model does not support and for invalid values.
     """
 
+    needs_whole_model = True
+
     seed = 0
     """The texts of a step depend on this seed and the step."""
     on_generation_error: Literal["warn", "raise"] = "warn"

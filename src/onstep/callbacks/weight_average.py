@@ -32,6 +32,8 @@ Update = Callable[[list[Tensor], list[Tensor], int], None]
 class _Averaging(TrainerCallback):
     """What both callbacks share: the averages, and when they replace the weights."""
 
+    needs_whole_model = True
+
     def __init__(self, start_step: int, every: int, evaluate: bool, apply_at_end: bool) -> None:
         is_step = is_integer_from(start_step, 0)
         require(is_step, "start_step", "an integer >= 0", start_step, "; 0 averages from the first step on.")

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onstep.config.suggestions import listed
 from onstep.distributed.buffered import BufferedDataParallel, buffered_chunks
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import is_sharded, put_into_shards
 from onstep.errors import CheckpointError
 
@@ -31,7 +32,8 @@ _REMEDY = (
 class ModelState:
     """Parameters and persistent buffers of a model's chunks, under the names of the unwrapped modules.
 
-    A single chunk keeps its names; with several, those of chunk i get the prefix `chunk_<i>.`. Wrappers (data
+    A single chunk keeps its names, and so do stages of a pipeline, whose names are those of the whole model; with several
+    others, those of chunk i get the prefix `chunk_<i>.`. Wrappers (data
     parallelism, `torch.compile`) do not show up in the names, so a checkpoint loads with or without them.
 
     Of parameters in MXFP8 it has the float32 masters, each rank those of its rows.
@@ -93,6 +95,8 @@ class ModelState:
         self._fits(self._own_tensors(), state_dict)
         for prefix, module in self._prefixed():
             own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+            if len(self._modules) > 1 and not prefix:
+                own = {name: own[name] for name in module.state_dict()}
             try:
                 module.load_state_dict(own)
             except RuntimeError as error:
@@ -123,8 +127,8 @@ class ModelState:
         return not problems
 
     def _prefixed(self) -> list[tuple[str, nn.Module]]:
-        if len(self._modules) == 1:
-            return [("", self._modules[0])]
+        if len(self._modules) == 1 or is_staged(self._modules):
+            return [("", module) for module in self._modules]
         return [(f"chunk_{i}.", module) for i, module in enumerate(self._modules)]
 
 

@@ -171,7 +171,7 @@ def _layout(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     found: Counter[tuple[tuple[tuple[str, int], ...], tuple[str, ...]]] = Counter()
     for tensor in tensors.values():
         dtensor = as_dtensor(tensor)
-        if dtensor is not None:
+        if dtensor is not None and dtensor.device_mesh.get_coordinate() is not None:
             mesh = dtensor.device_mesh
             axes = mesh.mesh_dim_names or tuple(f"axis_{number}" for number in range(mesh.ndim))
             sizes = tuple((axis, mesh.size(number)) for number, axis in enumerate(axes))

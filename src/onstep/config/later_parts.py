@@ -22,10 +22,7 @@ _SHARD = (
     "let data parallelism use the ranks; parallel.data_parallel_shard_size=-1 divides a model too large for one GPU "
     "between them"
 )
-_PIPELINE = "pipeline parallelism is not supported"
 LATER_PARTS = {
-    "pipeline_model_parallel_size": LaterPart((1,), _PIPELINE, _SHARD),
-    "virtual_pipeline_model_parallel_size": LaterPart((None,), _PIPELINE, _SHARD),
     "context_parallel_size": LaterPart(
         (1,),
         "context parallelism is not supported",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.distributed.buffered import buffered_chunks
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import as_dtensor, parameter_groups
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
@@ -35,7 +36,7 @@ def sharded_modules(chunk: nn.Module) -> list[FSDPModule]:
 def divisor_of(chunks: Sequence[nn.Module], world: World) -> float:
     """The number by which the exchange divides the sum of the gradients of all ranks with different samples.
 
-    One for what `fully_sharded` has divided, and where ranks divide the updates. DistributedDataParallel averages, and
+    One for what `fully_sharded` has divided, for stages of a pipeline, and where ranks divide the updates. DistributedDataParallel averages, and
     so does a model that the user has divided by `fully_shard`, unless its `set_gradient_divide_factor` says otherwise.
     Where nothing exchanges, as with a user's own hooks, an average is assumed.
 
@@ -50,7 +51,7 @@ def divisor_of(chunks: Sequence[nn.Module], world: World) -> float:
     divisors: dict[float, str] = {}
     for chunk in chunks:
         names = {id(module): name for name, module in chunk.named_modules()}
-        if buffered_chunks([chunk]):
+        if buffered_chunks([chunk]) or is_staged([chunk]):
             divisors.setdefault(1.0, "the model")
         for module in sharded_modules(chunk):
             for group in parameter_groups(module):

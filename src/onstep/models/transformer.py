@@ -268,8 +268,8 @@ class Transformer(nn.Module):
 
         Hooks of the head, such as those that gather sharded weights, see whole outputs.
         """
-        vocabulary, option = self.embedding.num_embeddings, self.config.chunked_loss
         head = self.embedding if self.output is None else self.output
+        vocabulary, option = vocabulary_size(self.config), self.config.chunked_loss
         size = tokens_of_chunk(vocabulary, is_trained=any(one.requires_grad for one in head.parameters()))
         is_wanted = vocabulary >= LARGE_VOCABULARY if option is None else option
         is_hooked = self.output is not None and bool(self.output._forward_hooks or self.output._forward_pre_hooks)

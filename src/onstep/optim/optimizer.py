@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from onstep.distributed.pipeline.sums import StageSums
 from onstep.distributed.shards import is_sharded
 from onstep.errors import CheckpointError, ConfigError
 from onstep.optim.divisible import check_divisible
@@ -95,6 +97,7 @@ class TrainingOptimizer:
         self._norm_value: float | None = None
         """The same on the host, if it has been read."""
         self._scaler = scaler
+        self._stages: StageSums | None = None
         self._survey()
 
     @property
@@ -235,6 +238,8 @@ class TrainingOptimizer:
             if self.log_num_zeros_in_grad:
                 kinds = None if self._sharded is None else self._sharded.kinds
                 self.num_zeros = None if self.overflowed else count_zeros(self._ordered, self._device, kinds)
+                if self._stages is not None and self.num_zeros is not None:
+                    self.num_zeros = self._stages(self.num_zeros.reshape(1)).reshape(())
         finally:
             torch._C._set_grad_enabled(has_autograd)
         return self._norm
@@ -285,6 +290,17 @@ class TrainingOptimizer:
         """Use the process groups of this training, where an earlier one had others."""
         self._survey()
 
+    def sum_over_stages(self, group: ProcessGroup) -> None:
+        """From now on, compute norms and zeros over the stages of a pipeline too. Each `prepare` is collective.
+
+        A parameter marked as `shared` is counted by the rank that shares it.
+
+        Args:
+            group: the ranks of the pipeline.
+        """
+        self._stages = StageSums(group)
+        self._survey()
+
     def _survey(self) -> None:
         """Cache what prepare and apply need to know about the parameters, instead of checking at every step."""
         self._members = [list(group["params"]) for group in self.optimizer.param_groups]
@@ -302,7 +318,8 @@ class TrainingOptimizer:
         self._spans_devices = any(param.device != self._device for param in params)
         self._sharded = ShardedGradients(self._ordered) if is_sharded(params) else None
         self._can_look_through = (
-            not self._spans_devices
+            self._stages is None
+            and not self._spans_devices
             and self._device.type in ("cpu", "cuda")
             and all(type(param) in (Tensor, Parameter) and param.is_floating_point() for param in params)
         )
@@ -339,6 +356,9 @@ class TrainingOptimizer:
 
     def _global_norm(self, grads: list[Tensor]) -> Tensor:
         """The L2 norm over all `grads`, and over those of other ranks if they are sharded, 0-d."""
+        if self._stages is not None:
+            counted = [one.grad for one in self._ordered if one.grad is not None and not getattr(one, "shared", False)]
+            return self._stages.norm(counted, self._device, self._wide)
         if self._sharded is not None and self._sharded.kinds.sums.has_others:
             return self._sharded.norm(grads, self._device)
         if not grads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from onstep.data import StepBatches
-from onstep.training.compute.loss_sums import reduce_step
+from onstep.training.compute.loss_sums import LossForms, reduce_step
 from onstep.training.compute.step import LastStep, Step
 from onstep.training.engines import engine_of
 from onstep.training.stages import actions
@@ -21,7 +21,7 @@ class Loop:
 
     def __init__(self, job: Job) -> None:
         self.job, self.run, self.notify, self.on = job, job.run, job.notify, job.run.features
-        self.last, wrap = self.on.room(LastStep), self.on.wrap
+        self.last, self.forms, wrap = self.on.room(LastStep), self.on.room(LossForms), self.on.wrap
         self.act: Callable[[Job], object] = wrap("act", actions.act_of(job))
         self.iterate: Callable[[], bool] = wrap("iterate", self.read_and_train)
         self.read: Callable[[], StepBatches | None] = wrap("read", lambda: position.read(job))
@@ -103,7 +103,7 @@ class Loop:
     def compute_and_update(self, step: Step) -> None:
         """Forward and backward passes, one update, and the schedule."""
         self.compute(step)
-        step.total = reduce_step(step.micros, self.run.world)
+        step.total = reduce_step(step.micros, self.run.world, self.forms)
         step.factor = compute.gradient_factor_of(self.job, step)
         self.update(step)
         self.notify.on_optimizer_step(step)

@@ -142,6 +142,7 @@ def _rule(
     return Rule(default=default, accepts=values, why=why, remedy=remedy, becomes=keys, apply=apply, read=read)
 
 
+_OF_PIPELINES = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
 _BFLOAT16 = ("torch.bfloat16", "bfloat16")
 
 EFFECTS: dict[str, dict[str, Rule]] = {
@@ -155,6 +156,12 @@ EFFECTS: dict[str, dict[str, Rule]] = {
         **{name: _size(name) for name in LATER_PARTS},
         "tensor_model_parallel_size": _renamed("parallel.tensor_model_parallel_size", default=1),
         "sequence_parallel": _renamed("parallel.sequence_parallel", default=False),
+        "pipeline_model_parallel_size": _renamed("parallel.pipeline_model_parallel_size", default=1),
+        **{name: _renamed(f"parallel.{name}") for name in _OF_PIPELINES},
+        "account_for_embedding_in_pipeline_split": _renamed(
+            "parallel.account_for_embedding_in_pipeline_split", default=False
+        ),
+        "account_for_loss_in_pipeline_split": _renamed("parallel.account_for_loss_in_pipeline_split", default=False),
         "bf16": _precision("bf16_mixed"),
         "fp16": _precision("fp16_mixed"),
         "params_dtype": Rule(

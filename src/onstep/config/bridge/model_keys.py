@@ -45,11 +45,8 @@ PARALLELISM: dict[str, Rule] = {
         "pipeline parallelism is not supported",
         _SHARD,
         {
-            "pipeline_model_parallel_layout": None,
             "num_layers_in_first_pipeline_stage": None,
             "num_layers_in_last_pipeline_stage": None,
-            "account_for_embedding_in_pipeline_split": False,
-            "account_for_loss_in_pipeline_split": False,
             "num_microbatches_with_partial_activation_checkpoints": None,
             "mtp_standalone": False,
         },

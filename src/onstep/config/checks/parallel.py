@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+from typing import Any
+
 from onstep.config.checks.tensor import check_tensor
 from onstep.config.container import ConfigContainer
 from onstep.config.later_parts import LATER_PARTS
+from onstep.config.pipelines import layers_of_stages, schedule_of
 from onstep.config.sections.optimizer import OF_PACKAGES
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
@@ -27,6 +31,7 @@ def check_parallel(config: ConfigContainer, ranks: int) -> None:
             allowed = " or ".join({None: "null", False: "false"}.get(one, str(one)) for one in part.values)
             raise ConfigError(f"parallel.{name}={shown(value)} must be {allowed}: {part.why}; {part.remedy}.")
     sizes = config.parallel_sizes(ranks)
+    _check_pipeline(config, ranks)
     check_tensor(config, sizes)
     _check_shards(config, sizes.dp_shard)
     if config.ddp.use_distributed_optimizer and (ranks > 1 or config.ddp.fp8_param_gather):
@@ -36,6 +41,59 @@ def check_parallel(config: ConfigContainer, ranks: int) -> None:
             "ddp.overlap_param_gather=true gathers what ranks have updated for each other, but each updates all of the "
             "model; set ddp.use_distributed_optimizer=true, or the key to false in ddp and optimizer."
         )
+
+
+def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
+    """Refuse what a pipeline cannot do, and layers or micro-batches that do not fit it."""
+    parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
+    if pp == 1:
+        return
+    schedule = schedule_of(parallel)
+    for key, usual in _NOT_IN_A_PIPELINE.items():
+        value: Any = attrgetter(key)(config)
+        if value not in usual:
+            remedy = " or ".join({None: "null", False: "false"}.get(one, str(one)) for one in usual)
+            raise ConfigError(
+                f"{key}={shown(value)} is not supported with parallel.pipeline_model_parallel_size={pp}, schedule "
+                f"{schedule.name}; set it to {remedy}, or the size to 1."
+            )
+    if config.model.num_layers:
+        layers_of_stages(parallel, config.model.num_layers)
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if batch and micro:
+        data = config.parallel_sizes(ranks).data
+        count, least = batch // (micro * data), schedule.least(pp)
+        if not schedule.runs(pp, count):
+            close = next(one for one in range(max(count, least), count + least + pp + 1) if schedule.runs(pp, one))
+            raise ConfigError(
+                f"train.global_batch_size={batch} is {count} micro-batches of {micro} on each of {data} replicas, which "
+                f"parallel.pipeline_schedule={schedule.name} on {pp} ranks does not run; use {close * micro * data}, or "
+                f"{schedule.for_any_number.name}."
+            )
+
+
+_OFF: tuple[Any, ...] = (False, None)
+_NOT_IN_A_PIPELINE: dict[str, tuple[Any, ...]] = {
+    "parallel.tensor_model_parallel_size": (1,),
+    "parallel.data_parallel_shard_size": (1,),
+    "ddp.use_distributed_optimizer": _OFF,
+    "model.hf_config": (None,),
+    "model.num_moe_experts": (None,),
+    "model.mtp_num_layers": (None, 0),
+    "model.log_max_attention_logit": _OFF,
+    "model.offload_activations": _OFF,
+    "peft.peft_scheme": (None,),
+    "train.torch_compile": _OFF,
+    "train.check_weight_hash_across_dp_replicas_interval": (None, 0),
+    "checkpoint.certify": _OFF,
+    "checkpoint.validate_replication": _OFF,
+    "checkpoint.non_persistent_place": ("disk",),
+    "logger.log_params_norm": _OFF,
+    "mixed_precision": (None, "bf16_mixed"),
+    "optimizer.decoupled_lr": (None,),
+    "optimizer.optimizer": ("adam", "adamw", "sgd"),
+}
+"""The keys that a pipeline does not support, each with the values that it does."""
 
 
 def _check_distributed_optimizer(config: ConfigContainer) -> None:

@@ -56,10 +56,44 @@ class ParallelConfig(ConfigSection):
         help="Number of ranks that divide the tensors of each layer; they have the same samples.",
     )
     pipeline_model_parallel_size: int = option(
-        1, SAFE, bound="> 0", known_as=("pp_size",), help="Number of stages of a pipeline." + _ONLY.format(1)
+        1,
+        SAFE,
+        bound="> 0",
+        known_as=("pp_size",),
+        help="Number of ranks of a pipeline, each with some of the layers.",
     )
     virtual_pipeline_model_parallel_size: int | None = option(
-        None, SAFE, bound="> 0", help="Number of chunks of layers on each stage of a pipeline." + _ONLY.format("null")
+        None,
+        SAFE,
+        bound="> 0",
+        needs="parallel.pipeline_model_parallel_size other than 1",
+        help="Number of stages on each rank of a pipeline; null for one, or two in a V.",
+    )
+    pipeline_schedule: str | None = option(
+        None,
+        SAFE,
+        needs="parallel.pipeline_model_parallel_size other than 1",
+        help="Order of a pipeline's passes: `1F1B` or `GPipe`; with several stages on each rank `Interleaved1F1B`, "
+        "`LoopedBFS` or `InterleavedZeroBubble`; with two, in a V, `ZBVZeroBubble` or `DualPipeV`. null is `1F1B`, or "
+        "`Interleaved1F1B` for several stages.",
+    )
+    pipeline_model_parallel_layout: list[int] | None = option(
+        None,
+        SAFE,
+        needs="parallel.pipeline_model_parallel_size other than 1",
+        help="Number of layers of each stage of a pipeline, in their order; null for as many on each.",
+    )
+    account_for_embedding_in_pipeline_split: bool = option(
+        False,
+        SAFE,
+        needs="parallel.pipeline_model_parallel_size other than 1",
+        help="Count the embedding as a layer of the first stage, where stages are equal.",
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False,
+        SAFE,
+        needs="parallel.pipeline_model_parallel_size other than 1",
+        help="Count the output matrix and the loss as a layer of the last stage, where stages are equal.",
     )
     context_parallel_size: int = option(
         1,

@@ -14,6 +14,7 @@ from onstep.checkpoint.components import make_durable
 from onstep.config import CheckpointConfig
 from onstep.data import StepSource
 from onstep.distributed.buffered import buffered_chunks
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import is_sharded
 from onstep.errors import CheckpointError
 from onstep.events import Dispatcher
@@ -22,6 +23,7 @@ from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.callback_states import CallbackStates
 from onstep.training.checkpointing.optimizer_state import OptimizerState
 from onstep.training.checkpointing.other_weights import OtherWeights, other_weights
+from onstep.training.checkpointing.over_stages import ModelOverStages, OptimizerOverStages
 from onstep.training.checkpointing.run_progress import RunProgress
 from onstep.training.protocols import Metrics, StateDict, Trained, UserScheduler, has_state
 from onstep.training.run import Run
@@ -59,7 +61,8 @@ class RunComponents:
         config = self.state.cfg.checkpoint
         is_required = loads or config.components is None
 
-        weights = ModelState(trained.model)
+        staged, world = is_staged(trained.model), self.state.world
+        weights = ModelOverStages(trained.model, world) if staged else ModelState(trained.model)
         pattern, validates = pattern_of(weights), config.validate_replication
 
         def compared(key: str, part: Stateful) -> StateComponent:
@@ -71,7 +74,10 @@ class RunComponents:
         parts = [] if loads and callbacks_give_weights(config, self.notify) else [model]
         has_optimizer = (config.load_optim or not self._is_chosen_start) if loads else config.save_optim
         if trained.optimizer is not None and has_optimizer:
-            part = compared("optimizer", OptimizerState(trained.optimizer, trained.model))
+            of_optimizer = OptimizerState(trained.optimizer, trained.model)
+            if staged:
+                of_optimizer = OptimizerOverStages(trained.optimizer, trained.model, world)
+            part = compared("optimizer", of_optimizer)
             if buffered_chunks(trained.model):
                 part.sharing_pattern = SharingPattern.SHARDED
             parts.append(part)

@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onstep.distributed import World
 from onstep.errors import ConfigError, LossError
 from onstep.training.compute.losses import Kind, MicroLoss, Scalar, as_scalar, described
 
+_MIXED = (
+    "The loss function returned a LossShare for some micro-batches of a step and something else for others; return the "
+    "same type for all."
+)
 _REPORT = "a dict of means, or of (sum, count), by name"
 
 
@@ -38,22 +43,43 @@ class StepLoss:
         return self.numerator if is_known(self.weight, 1) else self.numerator / at_least_one(self.weight)
 
 
-def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
+@dataclass(frozen=True)
+class LossForm:
+    """What the losses of a run look like: what a rank must know that has none, but shares the sums of those that do."""
+
+    kind: Kind
+    counts_tokens: bool
+    keys: tuple[str, ...]
+    """The names of what is reported."""
+    dtype: torch.dtype
+
+
+@dataclass
+class LossForms:
+    """The forms of losses that the ranks have agreed on, by what they are of."""
+
+    known: dict[str, LossForm | None] = field(default_factory=dict)
+
+
+def reduce_step(micros: list[MicroLoss], world: World, forms: LossForms | None = None) -> StepLoss:
     """Sum over micro-batches and ranks. Collective with several ranks: one SUM of a small vector.
+
+    Args:
+        micros: none on a rank without losses, in a pipeline.
+        forms: kept from step to step; required in a pipeline.
 
     Raises:
         LossError: if the micro-batches' losses cannot be combined.
         ConfigError: for a report that is not a dict of numbers, is neither a mean nor sum and count, or that some
             micro-batches lack.
     """
+    if forms is not None and world.sizes.pp > 1:
+        return _staged_step(micros, world, forms)
     first = micros[0]
     if len(micros) == 1 and world.data.num_parts == 1 and not first.report:
         return StepLoss(_counted(first), first.weight if first.kind == "sum" else 1.0, first.tokens, kind=first.kind)
     if len({micro.kind == "share" for micro in micros}) > 1:
-        raise LossError(
-            "The loss function returned a LossShare for some micro-batches of a step and something else for others; "
-            "return the same type for all."
-        )
+        raise LossError(_MIXED)
     local = local_sums(micros)
     numerator, weight, tokens, reports = _sums(micros, local, world)
     dtype, device = local[0].dtype, numerator.device
@@ -61,11 +87,26 @@ def reduce_step(micros: list[MicroLoss], world: World) -> StepLoss:
     return StepLoss(numerator.to(dtype), 1.0 if first.kind == "share" else weight, tokens, means, first.kind)
 
 
-def evaluation_sums(micros: list[MicroLoss], world: World) -> dict[str, tuple[Tensor, Tensor]]:
-    """(numerator, weight) of the loss, under the key `loss`, and of everything reported, in float64. Collective."""
-    numerator, weight, _, reports = _sums(micros, local_sums(micros), world, without="loss")
+def evaluation_sums(
+    micros: list[MicroLoss], world: World, forms: LossForms | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(numerator, weight) of the loss, under the key `loss`, and of everything reported, in float64. Collective.
+
+    Args:
+        micros: none on a rank without losses, in a pipeline.
+        forms: kept from batch to batch; required in a pipeline.
+    """
+    if forms is not None and world.sizes.pp > 1:
+        form, matrix = _staged_sums(micros, world, forms, "evaluation", without="loss")
+        if form is None:
+            return {}
+        (numerator, weight, _), reports = matrix[:, :3].sum(0).unbind(), _staged_reports(form, matrix)
+        kind = form.kind
+    else:
+        numerator, weight, _, reports = _sums(micros, local_sums(micros), world, without="loss")
+        kind = micros[0].kind
     device = numerator.device
-    if micros[0].kind == "share":
+    if kind == "share":
         numerator = numerator.double() * weight
     return {
         key: (as_scalar(top, torch.float64, device), as_scalar(bottom, torch.float64, device))
@@ -158,3 +199,72 @@ def _sums(
     world.data.sum_losses(vector)
     pairs = zip(vector[3::2], vector[4::2], strict=True)
     return vector[0], vector[1], None if tokens is None else vector[2], dict(zip(keys, pairs, strict=True))
+
+
+def _form_of(micros: list[MicroLoss], without: str) -> LossForm | None:
+    if not micros:
+        return None
+    if len({micro.kind == "share" for micro in micros}) > 1:
+        raise LossError(_MIXED)
+    keys = sorted({key for micro in micros for key in micro.report} - {without})
+    tokens = all(micro.tokens is not None for micro in micros)
+    return LossForm(micros[0].kind, tokens, tuple(keys), local_sums(micros)[0].dtype)
+
+
+def _staged_step(micros: list[MicroLoss], world: World, forms: LossForms) -> StepLoss:
+    """The step's loss where only the last stage of a pipeline has losses. Collective over all ranks."""
+    form, matrix = _staged_sums(micros, world, forms, "step")
+    if form is None:
+        raise LossError("no rank has a loss of this step; the forward step must return one on the last stage.")
+    numerator, weight, tokens = matrix[:, :3].sum(0).unbind()
+    top, bottom, labels = matrix[_part_of(world), :3].unbind()
+    reports = {
+        key: (above / at_least_one(below)).to(form.dtype)  # type: ignore[union-attr]
+        for key, (above, below) in _staged_reports(form, matrix).items()
+    }
+    return StepLoss(
+        numerator.to(form.dtype),
+        1.0 if form.kind == "share" else weight,
+        tokens if form.counts_tokens else None,
+        reports,
+        form.kind,
+        own=(top.to(form.dtype), bottom, labels if form.counts_tokens else None),
+    )
+
+
+def _staged_reports(form: LossForm, matrix: Tensor) -> dict[str, tuple[Scalar, Scalar]]:
+    totals = matrix[:, 3:].sum(0)
+    return dict(zip(form.keys, zip(totals[::2], totals[1::2], strict=True), strict=True))
+
+
+def _part_of(world: World) -> int:
+    """Which of the ranks with different losses this rank's pipeline is."""
+    return world.rank // world.sizes.tp % world.data.num_parts
+
+
+def _staged_sums(
+    micros: list[MicroLoss], world: World, forms: LossForms, of: str, without: str = ""
+) -> tuple[LossForm | None, Tensor]:
+    """The form of the losses, and a row of sums for each pipeline, in float64; the form is None if no rank has any.
+
+    A row is numerator, weight, labels, and the pair of each report. Collective.
+    """
+    own = _form_of(micros, without)
+    form = forms.known.get(of)
+    if form is None:
+        form = forms.known[of] = next((one for one in world.gather(own) if one is not None), None)
+    if form is None:
+        return None, torch.zeros(0)
+    if own is not None and own != form:
+        raise LossError(
+            f"the loss function reports {', '.join(own.keys) or 'nothing'} ({own.kind}), but before "
+            f"{', '.join(form.keys) or 'nothing'} ({form.kind}): in a pipeline, the ranks without losses rely on it; "
+            f"report the same in every step."
+        )
+    matrix = torch.zeros(world.data.num_parts, 3 + 2 * len(form.keys), dtype=torch.float64, device=world.device)
+    if own is not None:
+        numerator, weight, tokens = local_sums(micros)
+        pairs = chain.from_iterable(_local_report(micros, key) for key in own.keys)
+        row = [numerator, weight, 0 if tokens is None else tokens, *pairs]
+        matrix[_part_of(world)] = torch.stack([as_scalar(one, torch.float64, world.device) for one in row])
+    return form, world.reduce(matrix, dist.ReduceOp.SUM, "losses", world.group("pp", "dp_replicate", "dp_shard", "cp"))

@@ -49,6 +49,14 @@ ONE_ELEMENT = (
 """What a loss must be, for errors."""
 
 
+NO_GRADIENT = (
+    "the loss does not require a gradient, so nothing can be trained on it: it was computed under torch.no_grad(), from "
+    "a detached tensor (.detach(), .item(), .numpy(), torch.tensor(...)), or from frozen parameters only; return the "
+    "loss as it is computed from the model's outputs"
+)
+"""The text of an error."""
+
+
 _A_COUNT = "it must be one number >= 0, of the labels that the loss is computed from: labels.ne(-100).sum()"
 
 
@@ -133,11 +141,7 @@ class MicroLoss:
             ConfigError: if the loss depends on no parameter that is trained, or a backward pass has been run on it.
         """
         if not self.loss.requires_grad:
-            raise ConfigError(
-                "the loss does not require a gradient, so nothing can be trained on it: it was computed under "
-                "torch.no_grad(), from a detached tensor (.detach(), .item(), .numpy(), torch.tensor(...)), or from "
-                "frozen parameters only; return the loss as it is computed from the model's outputs"
-            )
+            raise ConfigError(NO_GRADIENT)
         loss = self.loss
         try:
             if start is None:

@@ -52,6 +52,16 @@ class MicroBatches(Iterator[Batch]):
         """The last micro-batch as it is on the host."""
         return self.batches.micro_batches[self._next - 1]
 
+    @property
+    def staged(self) -> Batch:
+        """The micro-batch that was moved to the device last."""
+        return self._staged
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the micro-batch that was moved to the device last has been read, and none after it."""
+        return self._next == self._staged_index + 1
+
     def stage(self, index: int) -> Batch:
         """Move micro-batch `index` to the device; the next `next()` returns it."""
         HEARTBEAT.beats += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.errors import ConfigError
 from onstep.training.compute.step import Step
 from onstep.training.engines.loop_engine import LoopEngine
@@ -40,7 +41,13 @@ def engine_of(job: Job) -> Engine:
     Raises:
         ConfigError: if a feature of the run relies on what the engine does not give.
     """
-    engine: Engine = LoopEngine(job)
+    engine: Engine
+    if is_staged(job.model):
+        from onstep.training.engines.pipeline_engine import PipelineEngine
+
+        engine = PipelineEngine(job)
+    else:
+        engine = LoopEngine(job)
     check_needs(job, engine)
     return engine
 

@@ -6,17 +6,22 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from onstep.analysis.reports.model_card import CARD_FILE, card_of_run
 from onstep.distributed import World, attempt
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import is_in_shards
 from onstep.errors import CheckpointError, ConfigError, MainOnlyError, OnstepError
 from onstep.events.context import unwrap
 from onstep.files.durability import replace_durably
 from onstep.models import Transformer, hf_obstacle
 from onstep.models.hf.any_directory import LanguageModel, save_directory
+from onstep.models.stages import TransformerStage
+from onstep.models.transformer import empty_transformer
 from onstep.training.run import Run
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.setup.lora import has_hf_names, has_lora, merged_model, save_adapter
@@ -31,8 +36,45 @@ def save_weights(state: Run, model: list[nn.Module]) -> None:
     With LoRA these are the merged weights, and the adapter goes to `adapter/`. A model that has no class in
     `transformers` is left to its checkpoints, with a warning.
     """
+    if is_staged(model):
+        _save_stages(state, model)
+        return
     module = unwrap(model[0])
     write_final_weights(state, lambda directory: _save(state, module, directory), module)
+
+
+def _save_stages(state: Run, model: list[nn.Module]) -> None:
+    """The same for the stages of a pipeline, which rank 0 gathers. Collective."""
+    if state.run_dir is None or not state.cfg.run.save_weights:
+        return
+    whole = whole_of_stages(model, state.world)
+    write_final_weights(state, lambda directory: _save(state, whole, directory) if whole is not None else None, None)
+
+
+def whole_of_stages(model: list[nn.Module], world: World) -> Transformer | None:
+    """The model whose stages are on the ranks of a pipeline, on the CPU of rank 0; None on others. Collective.
+
+    Args:
+        model: the stages of this rank.
+        world: the ranks of the run.
+    """
+    stages: list[TransformerStage] = [unwrap(chunk) for chunk in model]
+    own = {name: value for stage in stages for name, value in stage.state_dict().items()}
+    [part] = [part for part in world.parts("pp") if world.rank in part]
+    names = world.gather([*own])
+    owners = {name: rank for rank in reversed(part) for name in names[rank]}
+    dtype, group = next(iter(own.values())).dtype, world.group("pp")
+    values: dict[str, Tensor] = {}
+    for name, shape in stages[0].whole_shapes.items():
+        value = own[name] if name in own else torch.empty(shape, dtype=dtype, device=world.device)
+        dist.broadcast(value, owners[name], group=group)
+        if world.is_main:
+            values[name] = value.cpu()
+    if not world.is_main:
+        return None
+    whole = empty_transformer(stages[0].config, dtype)
+    whole.load_state_dict(values)
+    return whole
 
 
 def write_final_weights(state: Run, write: Callable[[RunDir], None], model: nn.Module | None) -> None:

@@ -25,15 +25,17 @@ from onstep.data import (
 )
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
 from onstep.distributed import World
+from onstep.distributed.pipeline.seats import seats_of_rank
 from onstep.errors import ConfigError, DataError, MissingWeightsError
 from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
-from onstep.models import ModelHook
+from onstep.models import ModelHook, Transformer
 from onstep.models.fused_loss import check_fused_loss
 from onstep.models.hf.any_directory import LanguageModel
 from onstep.models.hf.any_directory import build_model as build_language_model
 from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.hf.documents_probe import prepare_for_data
 from onstep.models.offloading import check_offloading
+from onstep.models.stages import cut
 from onstep.training.run import Run
 from onstep.training.setup.lora import add_lora, statistics
 from onstep.training.setup.outlines import outline_of, with_stand_ins
@@ -80,11 +82,29 @@ def build_model(
         torch.manual_seed(config.rng.seed)
         chunks = run_hooks([language_model], pre_wrap_hooks)
     check_chunks(chunks)
+    if world.sizes.pp > 1:
+        chunks = cut_into_stages(chunks, config, world)
     set_weight_types(chunks, config)
     if weights is None or source is None:
         return place(chunks, world, config, weights=weights)
     with state.timers(PRETRAINED_TIMER).measure(barrier=True):
         return place(chunks, world, config, weights=weights)
+
+
+def cut_into_stages(chunks: list[nn.Module], config: ConfigContainer, world: World) -> list[nn.Module]:
+    """The stages of this rank, of a model that it has whole until then.
+
+    Raises:
+        ConfigError: for a model other than Onstep's transformer, or layers that the stages cannot share.
+    """
+    [model] = chunks
+    if type(model) is not Transformer or model.has_value_head:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={world.sizes.pp} cuts Onstep's own transformer, but the model is "
+            f"{'one with a value head' if isinstance(model, Transformer) else 'a ' + type(model).__name__}; let data "
+            f"parallelism use the ranks, or parallel.data_parallel_shard_size=-1."
+        )
+    return [*cut(model, seats_of_rank(config.parallel, model.config.num_layers, world.sizes, world.rank))]
 
 
 def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Module]:

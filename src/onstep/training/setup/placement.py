@@ -13,6 +13,7 @@ from onstep.config.suggestions import shown
 from onstep.distributed import World, check_ranks, check_weights, data_parallel
 from onstep.distributed.buffered import buffered_data_parallel
 from onstep.distributed.outcomes import together
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.errors import ConfigError
 from onstep.training.setup.filling import Filling, PendingWeights
 
@@ -53,6 +54,8 @@ def place(
         compile_in_place(chunks, config.train)
     check_weights(chunks)
     placed = [chunk.to(world.device) for chunk in chunks] if moves else list(chunks)
+    if is_staged(placed):  # their engine sums the gradients of replicas
+        return placed
     if config.ddp.use_distributed_optimizer and (world.data.size > 1 or ddp.fp8_param_gather):
         check_ranks(placed, world)
         return buffered_data_parallel(placed, world, ddp)

@@ -17,10 +17,11 @@ from onstep.data import Batch, StepBatches
 from onstep.data.loaders.dead_workers import dead_workers_named
 from onstep.distributed import World, attempt, check_groups, check_loader, check_ranks, raise_together
 from onstep.distributed.exchanges import casts_weights
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
 from onstep.training.compute.forward_errors import call_forward_step
-from onstep.training.compute.loss_sums import evaluation_sums
+from onstep.training.compute.loss_sums import LossForms, evaluation_sums
 from onstep.training.compute.losses import MicroLoss, read_loss
 from onstep.training.compute.step import MicroBatches
 from onstep.training.protocols import DataSource, ForwardStep, Metrics, NonLossFunction
@@ -30,6 +31,7 @@ from onstep.training.stages.evaluation_batches import eval_batches
 from onstep.training.stages.exits import CurrentEvaluation, EvaluationInterrupted, exit_if_decided
 from onstep.training.stages.forward_step import check_chunks, prepare_forward_step_func
 from onstep.training.stages.record import keep
+from onstep.training.stages.staged import staged_results
 
 logger = logging.getLogger(__name__)
 
@@ -210,10 +212,12 @@ class _Totals:
     batches: int = 0
     counts_tokens: bool = False
 
-    def add(self, micros: list[MicroLoss], world: World) -> None:
+    def add(self, micros: list[MicroLoss], world: World, forms: LossForms) -> None:
         """Add one global batch. Collective."""
-        self.counts_tokens = micros[0].tokens is not None
-        for key, (top, bottom) in evaluation_sums(micros, world).items():
+        sums = evaluation_sums(micros, world, forms)
+        form = forms.known.get("evaluation")
+        self.counts_tokens = micros[0].tokens is not None if micros else form is not None and form.counts_tokens
+        for key, (top, bottom) in sums.items():
             before = self.sums.get(key)
             self.sums[key] = (top, bottom) if before is None else (before[0] + top, before[1] + bottom)
 
@@ -229,20 +233,21 @@ def _sum_batches(
 ) -> _Totals:
     totals, options, shows = _Totals(), state.cfg.validation, verbose and state.world.is_main
     weighting, limit = state.cfg.train.loss_weighting, options.eval_iters
+    forms = state.features.room(LossForms)
     if shows:
         batch_size = options.eval_global_batch_size or state.cfg.train.global_batch_size or 1
         print(f"Evaluating on {'all' if limit is None else limit * batch_size} samples", flush=True)  # noqa: T201
 
     def score_batch(step: StepBatches) -> None:
         with torch.no_grad():
-            results = zip(_results(state, forward_step_func, step, model), step.is_filler, strict=True)
+            results = zip(_results(state, forward_step_func, step, model), step.is_filler, strict=False)
             micros = [
                 _kept(read_loss(result, batch, weighting, is_filler))
                 for (batch, result), is_filler in results
                 if result is not None
             ]
-        if micros:
-            totals.add(micros, state.world)
+        if micros or is_staged(model):
+            totals.add(micros, state.world, forms)
 
     score = state.features.wrap("score", score_batch)
     for number, step in enumerate(eval_batches(state, data_iterator), start=1):
@@ -292,7 +297,13 @@ def _collect_non_loss_data(
 def _results(
     state: Run, forward_step_func: ForwardStep, step: StepBatches, model: list[nn.Module], **asked: bool
 ) -> Iterator[tuple[Batch, object]]:
-    """A batch's micro-batches, each with its loss function's result; None for data without labels."""
+    """A batch's micro-batches, each with its loss function's result; None for data without labels.
+
+    On a rank whose part of the model ends in no loss there are none.
+    """
+    if is_staged(model):
+        yield from staged_results(state, forward_step_func, step, model, **asked)
+        return
     micro_batches, [chunk] = MicroBatches(step, state.world.device), model
     iterator = micro_batches if step.has_data else None
     for index in range(len(micro_batches)):

@@ -10,6 +10,7 @@ from typing import Annotated, Union, get_args, get_origin
 
 from torch import Tensor, nn
 
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.errors import ConfigError
 from onstep.training.compute.losses import IGNORE_INDEX, Scalar, described
 from onstep.training.compute.packed_inputs import packed_inputs
@@ -41,11 +42,13 @@ def check_chunks(model: Sequence[nn.Module]) -> None:
     """Refuse (ConfigError) what no engine runs: a model that is not a list, or other chunks than one."""
     if not isinstance(model, (list, tuple)):
         raise ConfigError(f"model must be a list with one module, got {type(model).__name__}; pass [model].")
+    if is_staged(model):
+        return
     if len(model) != 1:
         raise ConfigError(
             f"model has {len(model)} chunks, and only a model of 1 can be trained or evaluated: several are stages of "
-            f"a pipeline, which Onstep does not have, so that all but the first would be left out. Pass one module "
-            f"that contains them."
+            f"a pipeline, which pretrain() cuts by parallel.pipeline_model_parallel_size, so that all but the first "
+            f"would be left out. Pass one module that contains them."
         )
 
 

@@ -22,6 +22,7 @@ from onstep.distributed import (
     refused_together,
 )
 from onstep.distributed.exchanges import casts_weights, divisor_of, sharded_modules
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher
 from onstep.metrics.norms.named_parameters import reshard
@@ -30,6 +31,7 @@ from onstep.optim import (
     ScalesRates,
     StepOptimizer,
     TorchSchedulerAdapter,
+    TrainingOptimizer,
     as_step_optimizer,
     check_scheduler,
 )
@@ -106,6 +108,11 @@ class Job:
             check_loader(data, run.world)
             check_parallel(run.cfg, run.world.size)
             driven = drive(optimizer, model, run)
+            if is_staged(model) and not isinstance(driven, TrainingOptimizer):
+                raise ConfigError(
+                    f"stages of a pipeline require an optimizer of torch, got {type(optimizer).__name__}: its norm "
+                    f"would be that of each rank; pass a torch.optim.Optimizer."
+                )
             used: UserOptimizer = optimizer
             trained = None
             if not isinstance(driven, ForeignOptimizer):  # one of Megatron's may have copies of the weights
@@ -128,7 +135,12 @@ class Job:
                 notify=Dispatcher(callbacks, run, model, used, stepped),
             )
 
-        return refused_together(run.world, made)
+        job = refused_together(run.world, made)
+        if is_staged(job.model):
+            assert isinstance(job.optimizer, TrainingOptimizer)
+            refused_together(run.world, lambda: check_callbacks(callbacks))
+            job.optimizer.sum_over_stages(run.world.group("pp"))
+        return job
 
     def __post_init__(self) -> None:
         self.begin()
@@ -187,6 +199,16 @@ class Job:
         return self.run.current_running_global_batch_size
 
 
+def check_callbacks(callbacks: CallbackManager | None) -> None:
+    """Refuse (ConfigError) callbacks that read a model as a whole, where a rank has stages of it."""
+    for callback in [] if callbacks is None else callbacks.callbacks:
+        if getattr(callback, "needs_whole_model", False):
+            raise ConfigError(
+                f"{type(callback).__name__} reads the whole model, of which a rank of a pipeline has some layers only; "
+                f"leave it out, and use the exported model in one process (onstep checkpoint export)."
+            )
+
+
 def warn_of_parameters_left_out(job: Job) -> None:
     """Warn, on rank 0, of trainable parameters that the optimizer does not have; again when others are missing."""
     job.left_out.warn(job.optimizer.param_groups, is_main=job.run.world.is_main)
@@ -196,7 +218,7 @@ def warn_of_wrapper(job: Job) -> None:
     """Warn, on rank 0, of a model that seems to exchange no gradients, or in an order that depends on the process."""
     run = job.run
     ranks = run.world.data.size
-    if ranks == 1 or not run.world.is_main:
+    if ranks == 1 or not run.world.is_main or is_staged(job.model):
         return
     if all(is_bare(chunk) for chunk in job.model):
         logger.warning(

@@ -7,6 +7,7 @@ from itertools import chain
 from torch import Tensor
 
 from onstep.distributed import is_bare
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.errors import ReplicaMismatchError
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature
@@ -23,7 +24,7 @@ class OwnModels(Feature[Job]):
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
-        if host.run.world.data.size == 1:
+        if host.run.world.data.size == 1 or is_staged(host.model):
             return False
         parameters = chain.from_iterable(chunk.parameters() for chunk in host.model)
         return all(map(is_bare, host.model)) and not any(map(_is_of_a_rank, parameters))

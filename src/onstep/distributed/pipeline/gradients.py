@@ -1,0 +1,74 @@
+"""Sums what several ranks of a pipeline have of one gradient: tied embeddings, and replicas of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onstep.distributed.world import World
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+class StageGradients:
+    """Exchanges the gradients of the stages of this rank, once in a step.
+
+    Replicas of a stage are summed, not averaged. Collective when it is made.
+
+    Args:
+        chunks: the stages of this rank.
+        world: the ranks of the run.
+        is_tied: whether the first stage and the last, on other ranks, have one embedding.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], world: World, *, is_tied: bool) -> None:
+        self._world = world
+        self._tied: nn.Parameter | None = None
+        self._embedding = None
+        if is_tied:
+            pairs = [(part[0], part[-1]) for part in world.parts("pp")]
+            self._embedding = world.group_among(pairs, "embd")
+            if self._embedding is not None:
+                self._tied = next(
+                    one for chunk in chunks for name, one in chunk.named_parameters() if name == "embedding.weight"
+                )
+        parameters = dict.fromkeys(one for chunk in chunks for one in chunk.parameters() if one.requires_grad)
+        self._buckets = list(_buckets([*parameters]))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Sum the gradients over the ranks that share them. Collective."""
+        tied = self._tied
+        if tied is not None and tied.requires_grad:
+            if tied.grad is None:
+                tied.grad = torch.zeros_like(tied)
+            self._world.reduce(tied.grad, dist.ReduceOp.SUM, "embd", self._embedding)
+        if self._world.data.size > 1:
+            for bucket in self._buckets:
+                self._sum(bucket)
+
+    def _sum(self, bucket: list[nn.Parameter]) -> None:
+        for one in bucket:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+        gradients = [one.grad for one in bucket if one.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        self._world.data.sum(flat)
+        parts: Sequence[Tensor] = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(one) for part, one in zip(parts, gradients, strict=True)])
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The parameters of each type, in parts of a bounded size."""
+    for dtype in dict.fromkeys(one.dtype for one in parameters):
+        bucket: list[nn.Parameter] = []
+        for one in (one for one in parameters if one.dtype == dtype):
+            if bucket and sum(other.nbytes for other in bucket) + one.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(one)
+        if bucket:
+            yield bucket

@@ -1,0 +1,60 @@
+"""Tells which stage of a pipeline a model chunk is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from onstep.config.parallel_sizes import ParallelSizes
+from onstep.config.pipelines import layers_of_stages, stages_of_rank
+from onstep.config.sections.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of a chunk in a pipeline."""
+
+    stage: int
+    """Its number, from 0."""
+    num_stages: int
+    """The number of stages of all ranks."""
+    layers: range
+    """Its layers, by their numbers in the whole model."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends in the loss."""
+        return self.stage == self.num_stages - 1
+
+
+def seats_of_rank(parallel: ParallelConfig, num_layers: int, sizes: ParallelSizes, rank: int) -> list[Seat]:
+    """The stages of a rank, ascending.
+
+    Args:
+        parallel: the section `parallel` of a configuration.
+        num_layers: the layers of the whole model.
+        sizes: the number of ranks along each axis.
+        rank: among all ranks.
+    """
+    layers = layers_of_stages(parallel, num_layers)
+    return [
+        Seat(stage, len(layers), layers[stage]) for stage in stages_of_rank(parallel, rank // (sizes.ranks // sizes.pp))
+    ]
+
+
+def seat_of(chunk: nn.Module) -> Seat | None:
+    """The place of a chunk in a pipeline; None for a whole model."""
+    found = getattr(chunk, "pipeline_seat", None)
+    return found if isinstance(found, Seat) else None
+
+
+def is_staged(chunks: Sequence[nn.Module]) -> bool:
+    """Whether chunks are stages of a pipeline, whose other stages are on other ranks."""
+    return bool(chunks) and all(seat_of(chunk) is not None for chunk in chunks)

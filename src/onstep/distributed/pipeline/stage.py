@@ -1,0 +1,143 @@
+"""A stage of torch's pipelines whose micro-batches may differ in shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import extract_tensor_meta
+from torch.distributed.pipelining.stage import _RecvInfo
+
+from onstep.distributed.pipeline.seats import Seat
+
+Forward = Callable[[int, Tensor | None], Tensor]
+"""(number of the micro-batch, what the stage before has computed, if any); what is sent on, or the loss."""
+
+
+class _Call(nn.Module):
+    """What torch calls for a stage: the chunk's weights, and the pass of a micro-batch."""
+
+    def __init__(self, chunk: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.chunk = chunk
+        self.index = 0
+        self.error: BaseException | None = None
+        """What a pass raised, which torch replaces by an error of its own."""
+        self._forward = forward
+
+    def forward(self, *received: Tensor) -> Tensor:
+        try:
+            return self._forward(self.index, received[0] if received else None)
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+class Stage(PipelineStage):
+    """A stage on this rank.
+
+    torch finds out shapes in the first step and keeps them. All ranks of a pipeline read the same micro-batches, so each
+    knows what it will receive: nothing is found out, and every micro-batch has its own shape.
+
+    Args:
+        chunk: the model chunk.
+        seat: which stage it is.
+        ranks: the rank in `group` of each stage.
+        group: the ranks of the pipeline.
+        device: the device of this rank.
+        forward: the forward pass of a micro-batch.
+        backward: calls a backward pass; for wrappers of it.
+        after_backward: called with the number of a micro-batch whose gradients are complete here.
+    """
+
+    def __init__(
+        self,
+        chunk: nn.Module,
+        seat: Seat,
+        ranks: Sequence[int],
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        forward: Forward,
+        backward: Callable[[Callable[[], None]], None],
+        after_backward: Callable[[int], None],
+    ) -> None:
+        self.call = _Call(chunk, forward)
+        super().__init__(self.call, seat.stage, seat.num_stages, device, group=group)
+        self.stage_index_to_group_rank = dict(enumerate(ranks))
+        self._backward, self._after_backward = backward, after_backward
+        self._expected: tuple[object, ...] | None = None
+
+    def expect(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, *, has_backward: bool) -> None:
+        """Make room for what the micro-batches of a step bring.
+
+        Args:
+            shapes: of the hidden states of each micro-batch.
+            dtype: their type.
+            has_backward: whether gradients come back.
+        """
+        self.has_backward = has_backward
+        expected = (*shapes, dtype, has_backward)
+        if expected == self._expected:
+            return
+        self._expected, self.chunks, meta = expected, len(shapes), self._stage_meta
+        self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
+        self.args_recv_info.clear()
+        self.grad_recv_info.clear()
+        self.grad_send_info = None
+        for index, shape in enumerate(shapes):
+            sent = extract_tensor_meta(torch.empty(shape, dtype=dtype, device="meta", requires_grad=has_backward))
+            gradient = extract_tensor_meta(torch.empty(shape, dtype=dtype, device="meta"))
+            meta.inputs = () if self.is_first else (sent,)
+            meta.outputs, meta.output_grads, meta.input_grads = (sent,), (gradient,), (gradient,)
+            received = []
+            if not self.is_first:
+                buffer = torch.empty(shape, dtype=dtype, device=self.device)
+                received.append(_RecvInfo(f"hidden_{self.stage_index}", self.stage_index - 1, buffer, sent))
+            self.args_recv_info[index] = tuple(received)
+            self.grad_recv_info[index] = self._create_grad_recv_info(self.act_send_info)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        """Run the forward pass of a micro-batch.
+
+        Args:
+            fwd_chunk_id: its number.
+            args: see torch.
+            options: see torch.
+        """
+        self.call.index = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run the backward pass of a micro-batch, or the part of it that the stage before waits for.
+
+        Args:
+            bwd_chunk_id: its number.
+            loss: of the last stage.
+            full_backward: whether it is all of the pass.
+            last_backward: whether it is the last one.
+        """
+        if not self.has_backward:
+            return
+        self._backward(partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward))
+        if full_backward:
+            self._after_backward(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the rest of the backward pass of a micro-batch: the gradients of weights.
+
+        Args:
+            bwd_chunk_id: its number.
+            last_backward: whether it is the last one.
+        """
+        if not self.has_backward:
+            return
+        self._backward(partial(super().backward_weight_one_chunk, bwd_chunk_id, last_backward))
+        self._after_backward(bwd_chunk_id)

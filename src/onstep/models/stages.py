@@ -1,0 +1,144 @@
+"""Cuts a transformer into the stages of a pipeline, which keep the names that parameters have in the whole model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from onstep.distributed.pipeline.seats import Seat
+from onstep.errors import ConfigError
+from onstep.models.layers.sequence_context import (
+    KeyValueCache,
+    SequenceContext,
+    chosen_positions,
+    sequence_context,
+)
+from onstep.models.offloading import offloading
+from onstep.models.transformer import Transformer
+from onstep.models.vocabulary_loss import Reduction
+
+
+class TransformerStage(Transformer):
+    """Consecutive layers of a transformer: the first stage has the embedding too, and the last the loss.
+
+    It is called as the whole model is. Between the ends, what it computes is the hidden states (batch, seq, hidden)
+    from those of `set_input_tensor`; of the tokens only the shape counts there.
+
+    Args:
+        whole: the model, whose modules it uses.
+        seat: which stage it is.
+        embedding: of the first stage, where that is on this rank too; the last stage of a tied model uses it.
+    """
+
+    def __init__(self, whole: Transformer, seat: Seat, embedding: nn.Embedding | None = None) -> None:
+        nn.Module.__init__(self)
+        self.config = whole.config
+        self.pipeline_seat = seat
+        self.input_tensor: Tensor | None = None
+        is_tied = whole.output is None and seat.is_last and not seat.is_first
+        if seat.is_first:
+            self.embedding = whole.embedding
+        elif is_tied:
+            self.embedding = copy.deepcopy(whole.embedding) if embedding is None else embedding
+            self.embedding.weight.shared = embedding is None  # type: ignore[assignment]  # the first stage counts it
+        self.position_embedding = whole.position_embedding if seat.is_first else None
+        self.dropout, self.rotary = whole.dropout, whole.rotary
+        self.layers = nn.ModuleList()
+        for index in seat.layers:
+            self.layers.add_module(str(index), whole.layers[index])
+        self.final_norm = whole.final_norm if seat.is_last else nn.Identity()
+        self.mtp = None
+        self.whole_shapes = {name: tuple(one.shape) for name, one in whole.state_dict().items()}
+        """The shapes of all weights of the model, in its order."""
+        self.output = whole.output if seat.is_last else None
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
+        """Set what the stage before has computed, (batch, seq, hidden), for the next call.
+
+        Args:
+            input_tensor: the hidden states, or as in Megatron a list of them alone; None for tokens to be embedded.
+        """
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The type of the hidden states: that of the embedding, and so of all weights."""
+        return next(self.parameters()).dtype
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        reduction: Reduction = "none",
+        cache: KeyValueCache | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """As `Transformer.forward` on the last stage, else the hidden states, whatever is to be made of them.
+
+        Raises:
+            ConfigError: for a cache: only a whole model generates.
+        """
+        if cache is not None:
+            raise ConfigError(
+                "a stage of a pipeline cannot generate: export the model (onstep checkpoint export), and generate in "
+                "one process"
+            )
+        if self.pipeline_seat.is_last:
+            return super().forward(
+                tokens,
+                labels,
+                reduction=reduction,
+                position_ids=position_ids,
+                document_ids=document_ids,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+            )
+        position_ids = chosen_positions(position_ids, document_ids)
+        context = self._context(tokens, None, position_ids, document_ids, cu_seqlens, max_seqlen)
+        return self._hidden_states(tokens, position_ids, context)
+
+    def _context(self, tokens: Tensor, *rest: object) -> SequenceContext:
+        return sequence_context(self.rotary, tokens, *rest, dtype=self.hidden_dtype)  # type: ignore[arg-type]
+
+    def _hidden_states(self, tokens: Tensor, position_ids: Tensor | None, context: SequenceContext) -> Tensor:
+        x = self.input_tensor
+        if x is None:
+            x = self._embedded(tokens, None, position_ids)
+        with offloading(self, self.config):
+            for index, layer in zip(self.pipeline_seat.layers, self.layers, strict=True):
+                x = self._run_layer(layer, x, context, index)
+        normed: Tensor = self.final_norm(x)
+        return normed
+
+    def num_parameters(self, trainable_only: bool = False, exclude_embeddings: bool = False) -> int:
+        """The number of parameters of this stage, without an embedding that the first stage counts.
+
+        Args:
+            trainable_only: count only those with `requires_grad`.
+            exclude_embeddings: exclude the embedding matrix and learned positions.
+        """
+        return sum(
+            one.numel()
+            for name, one in self.named_parameters()
+            if (one.requires_grad or not trainable_only)
+            and not getattr(one, "shared", False)
+            and not (exclude_embeddings and "embedding." in name)
+        )
+
+
+def cut(whole: Transformer, seats: Sequence[Seat]) -> list[TransformerStage]:
+    """The stages of this rank, ascending; the rest of the model is given up.
+
+    Args:
+        whole: the model.
+        seats: which stages this rank has.
+    """
+    first = whole.embedding if any(seat.is_first for seat in seats) else None
+    return [TransformerStage(whole, seat, first) for seat in seats]

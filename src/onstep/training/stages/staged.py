@@ -1,0 +1,158 @@
+"""Calls the user's forward step on the stages of a pipeline, for training and for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from onstep.config.pipelines import schedule_of
+from onstep.data import Batch, StepBatches
+from onstep.distributed.pipeline.seats import seat_of
+from onstep.errors import ConfigError, DataError
+from onstep.events.context import unwrap
+from onstep.training.compute.forward_errors import call_forward_step
+from onstep.training.compute.losses import described
+from onstep.training.compute.step import MicroBatches
+from onstep.training.protocols import ForwardStep
+from onstep.training.run import Run
+
+if TYPE_CHECKING:
+    from onstep.distributed.pipeline.passes import ChunkForward, Passes
+
+TOKENS = ("tokens", "input_ids")
+"""The entries of a micro-batch, of which the first one there has the shape of what the model is called with."""
+
+
+class _Computed(BaseException):
+    """Ends a forward step on a stage without a loss: its output is known, and the rest would compute the loss."""
+
+    def __init__(self, output: object) -> None:
+        self.output = output
+
+
+class StagedForward:
+    """The forward passes of micro-batches through the stages of this rank.
+
+    Each is a call of the user's forward step with a chunk that begins with what the stage before has computed. Between
+    the ends of the pipeline the forward step ends as soon as the chunk has been called: its loss is that of the last
+    stage alone.
+
+    Args:
+        run: the run.
+        forward_step_func: the prepared forward step.
+        model: the stages of this rank, ascending.
+    """
+
+    def __init__(self, run: Run, forward_step_func: ForwardStep, model: Sequence[nn.Module]) -> None:
+        self._run, self._forward_step = run, forward_step_func
+        self.chunks: list[Any] = [unwrap(chunk) for chunk in model]
+        self.width: int = self.chunks[0].config.hidden_size
+        self._ends = [getattr(seat_of(chunk), "is_last", True) for chunk in self.chunks]
+
+    def passes(self, forward: ChunkForward, **options: Any) -> Passes:
+        """The pipeline, whose passes call `forward`. Collective the first time."""
+        from onstep.distributed.pipeline.passes import Passes  # imports torch's pipelines
+
+        schedule = schedule_of(self._run.cfg.parallel)
+        dtype = self.chunks[0].hidden_dtype
+        return Passes(self.chunks, self._run.world, schedule, dtype, forward, **options)
+
+    def shapes(self, step: StepBatches) -> list[tuple[int, ...]]:
+        """The shapes of the hidden states of each micro-batch.
+
+        Raises:
+            DataError: for micro-batches that do not show them.
+        """
+        return [(*_tokens(batch).shape, self.width) for batch in step.micro_batches]
+
+    def __call__(
+        self, micro_batches: MicroBatches, number: int, index: int, received: Tensor | None, **asked: bool
+    ) -> Any:
+        """The hidden states of a chunk, to be sent on; of the last stage, what the loss function returns.
+
+        Args:
+            micro_batches: of the step, which `index` of has been staged.
+            number: of the chunk.
+            index: of the micro-batch.
+            received: what the stage before has computed; None on the first.
+            asked: keywords for the loss function.
+
+        Raises:
+            ConfigError: for a forward step that does not call the model with its micro-batch, or calls it twice.
+        """
+        chunk, run = self.chunks[number], self._run
+        batch = micro_batches.staged
+        chunk.set_input_tensor(received)
+        handle = None if self._ends[number] else chunk.register_forward_hook(_end)
+        try:
+            with run.autocast():
+                result = call_forward_step(
+                    self._forward_step, micro_batches, batch, chunk, run.train_state.step, **asked
+                )
+        except _Computed as computed:
+            result = computed.output
+        else:
+            if handle is not None:
+                raise ConfigError(
+                    f"the forward step has not called the model on stage {chunk.pipeline_seat.stage} of a pipeline; on "
+                    f"each stage it must call model(...) once, with the tokens of next(data_iterator)."
+                )
+        finally:
+            chunk.set_input_tensor(None)
+            if handle is not None:
+                handle.remove()
+        if not micro_batches.is_read:
+            raise ConfigError(
+                f"the forward step has not read its micro-batch on stage {chunk.pipeline_seat.stage} of a pipeline, "
+                f"whose stages would compute different ones; take it from data_iterator: batch = next(data_iterator)."
+            )
+        return result if handle is None else self._checked(result, batch)
+
+    def _checked(self, output: object, batch: Batch) -> Tensor:
+        expected = (*_tokens(batch).shape, self.width)
+        if not isinstance(output, Tensor) or tuple(output.shape) != expected:
+            raise ConfigError(
+                f"a stage of a pipeline has computed {described(output)} where the next one expects {expected}: the "
+                f"forward step must call the model with all of the micro-batch's {' or '.join(TOKENS)}; cut sequences "
+                f"in the collator."
+            )
+        return output.contiguous()
+
+
+def _end(module: nn.Module, args: object, output: object) -> None:
+    raise _Computed(output)
+
+
+def _tokens(batch: Batch) -> Tensor:
+    """The tokens of a micro-batch, (batch, seq)."""
+    found = [batch[name] for name in TOKENS if name in batch] if isinstance(batch, Mapping) else []
+    if not found or not isinstance(found[0], Tensor) or found[0].ndim != 2:
+        entries = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else described(batch)
+        raise DataError(
+            f"a pipeline knows the shape of hidden states from {' or '.join(map(repr, TOKENS))} (batch, seq) of a "
+            f"micro-batch, but it has {entries or 'nothing'}; name the tokens so in the collator."
+        )
+    return found[0]
+
+
+def staged_results(
+    run: Run, forward_step_func: ForwardStep, step: StepBatches, model: Sequence[nn.Module], **asked: bool
+) -> Iterator[tuple[Batch, object]]:
+    """A batch's micro-batches, each with its loss function's result, on the last stage; nothing elsewhere. Collective
+    over the pipeline, without gradients."""
+    staged, micro_batches = StagedForward(run, forward_step_func, model), MicroBatches(step, run.world.device)
+    results: dict[int, tuple[Batch, object]] = {}
+
+    def forward(number: int, index: int, received: Tensor | None) -> Tensor:
+        batch = micro_batches.stage(index)
+        result = staged(micro_batches, number, index, received, **asked)
+        if seat_of(staged.chunks[number]).is_last:  # type: ignore[union-attr]
+            results[index] = batch, result
+            return torch.empty(0)
+        return result  # type: ignore[no-any-return]
+
+    staged.passes(forward).forward(staged.shapes(step))
+    return (results[index] for index in sorted(results))

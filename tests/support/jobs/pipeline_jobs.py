@@ -1,0 +1,192 @@
+"""What the ranks of the tests of pipelines run: `job_*(settings)`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from onstep import Callback, CallbackManager, pretrain
+from onstep.config import ConfigContainer, ModelConfig, apply_overrides
+from onstep.data import TrainLoader
+from onstep.distributed import open_world
+from onstep.distributed.pipeline.seats import is_staged
+from onstep.models.transformer import build_transformer
+from onstep.training import GlobalState, train
+from onstep.training.compute.step import LastStep
+from onstep.training.setup.final_weights import whole_of_stages
+from onstep.training.setup.model_and_data import cut_into_stages
+from onstep.training.setup.placement import place
+from tests.support.small_configs import small_pretrain_config
+
+VOCABULARY, LENGTH, ROWS = 67, 12, 12
+
+
+class Ragged(torch.utils.data.Dataset[Any]):
+    """Rows of tokens with 1 to 9 labels each; of every twelve, the last three have none."""
+
+    def __len__(self) -> int:
+        return 100 * ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.roll(-1).clone()
+        labels[0 if index % ROWS >= ROWS * 3 // 4 else 1 + index % 9 :] = -100
+        return {"tokens": tokens, "labels": labels}
+
+
+class Curve(Callback):
+    """Losses, norms and zeros of each step, and the events of the last one, on this rank."""
+
+    ranks = "all"
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.own: list[float] = []
+        self.norms: list[float] = []
+        self.zeros: list[int] = []
+        self.micro_losses: list[list[float | None]] = []
+
+    def on_train_step_start(self, context: Any) -> None:
+        self.micro_losses.append([])
+
+    def on_forward_backward_end(self, context: Any) -> None:
+        self.micro_losses[-1].append(None if context.loss is None else float(context.loss))
+
+    def on_train_step_end(self, context: Any) -> None:
+        step = context.state.features.room(LastStep).step
+        self.losses.append(float(step.total.value()))
+        self.own.append(float(step.loss))
+        self.norms.append(float(context.grad_norm))
+        self.zeros.append(-1 if step.num_zeros is None else int(step.num_zeros))
+
+
+def _loss_in_the_step(data_iterator: Any, model: nn.Module) -> Any:
+    """A forward step that computes the loss itself, so that only its end on other stages keeps it from failing there."""
+    batch = next(data_iterator)
+    labels = batch["labels"]
+    logits = model(batch["tokens"])
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    loss = cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss, lambda loss: (loss, labels.ne(-100).sum(), {"seen": (labels.ne(-100).sum(), torch.tensor(1.0))})
+
+
+def _mean_in_the_loss_function(data_iterator: Any, model: nn.Module) -> Any:
+    batch = next(data_iterator)
+    labels = batch["labels"]
+
+    def mean(logits: Tensor) -> Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return cross_entropy(wide.flatten(0, 1), labels.flatten())
+
+    return model(batch["tokens"]), mean
+
+
+STEPS: dict[str, Callable[..., Any]] = {"sum": _loss_in_the_step, "mean": _mean_in_the_loss_function}
+
+
+def config_of(keys: list[str], steps: int) -> ConfigContainer:
+    """Four layers, two optimizer groups, clipping, and zeros counted."""
+    config = ConfigContainer(model=ModelConfig(vocab_size=VOCABULARY, seq_length=LENGTH))
+    config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 4, 32, 4
+    config.dist.device, config.dataset.seq_length = "cpu", LENGTH
+    config.train.global_batch_size, config.train.micro_batch_size, config.train.train_iters = ROWS, 3, steps
+    config.logger.log_interval, config.validation.eval_iters, config.optimizer.lr = 0, None, 3e-3
+    config.optimizer.log_num_zeros_in_grad = True
+    apply_overrides(config, keys)
+    return config
+
+
+def optimizer_of(model: list[nn.Module]) -> torch.optim.Optimizer:
+    """AdamW of two groups; vectors have no weight decay and a third of the rate."""
+    trained = list(dict.fromkeys(one for chunk in model for one in chunk.parameters() if one.requires_grad))
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in trained if one.ndim > 1]},
+        {"params": [one for one in trained if one.ndim < 2], "lr": 1e-3, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=3e-3)
+
+
+def run_row(keys: list[str], options: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train, by `train()`; what this rank found."""
+    config = config_of(keys, steps)
+    world = open_world(config.dist, config.parallel_sizes(options.get("ranks", 1)))
+    whole: nn.Module = build_transformer(config.model, seed=0)
+    chunks = [whole.to(getattr(torch, options.get("dtype", "float32")))]
+    if world.sizes.pp > 1:
+        chunks = cut_into_stages(chunks, config, world)
+    chunks = place(chunks, world, config)
+    count = ROWS // config.train.micro_batch_size // world.data.size  # type: ignore[operator]
+    state = GlobalState(config, num_microbatches=count, world=world)
+    loader = TrainLoader(
+        Ragged(),
+        micro_batch_size=config.train.micro_batch_size or 1,
+        global_batch_size=ROWS,
+        rank=world.data.rank,
+        world_size=world.data.size,
+        shuffle=False,
+    )
+    curve, manager = Curve(), CallbackManager()
+    manager.add(curve)
+    step = STEPS[options.get("step", "sum")]
+    train(step, chunks, optimizer_of(chunks), None, loader, None, state, callback_manager=manager)
+    found = {name: vars(curve)[name] for name in ("losses", "own", "norms", "zeros", "micro_losses")}
+    last = whole_of_stages(chunks, world) if is_staged(chunks) else whole
+    found["weights"] = [] if last is None else [float(one.detach().double().square().sum()) for one in last.parameters()]
+    world.close()
+    return found
+
+
+def job_rows(settings: dict[str, Any]) -> list[Any]:
+    """The rows `[keys, options]`, one after the other."""
+    return [run_row(keys, options, settings["steps"]) for keys, options in settings["rows"]]
+
+
+class Halts(Callback):
+    """Stops a run as if it were preempted after some step; or dies there, in the middle of the passes of the next."""
+
+    ranks = "all"
+
+    def __init__(self, at: int, *, dies: bool) -> None:
+        self.at, self.dies, self.step = at, dies, 0
+
+    def on_train_step_start(self, context: Any) -> None:
+        self.step += 1
+
+    def on_forward_backward_end(self, context: Any) -> None:
+        if self.dies and self.step == self.at + 1 and int(os.environ.get("RANK", "0")) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def job_pretrain(settings: dict[str, Any]) -> Any:
+    """`pretrain` on a small text, with saves and evaluations: losses, norms, evaluations, and what is in checkpoints."""
+    config = small_pretrain_config(settings["corpus"], settings["cache"], layers=4, length=16)
+    config.tokenizer.tokenizer_type, config.model.vocab_size = "bytes", 261
+    config.train.global_batch_size, config.train.micro_batch_size = 8, 2
+    config.validation.eval_interval, config.validation.eval_iters = 3, 2
+    config.logger.log_interval, config.checkpoint.save_interval = 1, settings.get("save", 2)
+    config.run.output_dir, config.run.name = settings["output"], settings["name"]
+    apply_overrides(config, [f"train.train_iters={settings['steps']}", *settings["keys"]])
+    curve, evaluated = Curve(), Evaluated()
+    callbacks: list[Any] = [curve, evaluated]
+    if "dies" in settings:
+        callbacks.append(Halts(settings["dies"], dies=True))
+    pretrain(config, callbacks=callbacks)
+    return {"losses": curve.losses, "norms": curve.norms, "evaluated": evaluated.found}
+
+
+class Evaluated(Callback):
+    """The metrics of each evaluation, on this rank."""
+
+    ranks = "all"
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_eval_end(self, context: Any) -> None:
+        self.found.append(float(context.metrics["eval_loss"]))

@@ -32,8 +32,8 @@ _REMEDY = (
 class ModelState:
     """Parameters and persistent buffers of a model's chunks, under the names of the unwrapped modules.
 
-    A single chunk keeps its names, and so do stages of a pipeline, whose names are those of the whole model; with several
-    others, those of chunk i get the prefix `chunk_<i>.`. Wrappers (data
+    A single chunk keeps its names, and so do stages of a pipeline, whose names are those of the whole model; with
+    several others, those of chunk i get the prefix `chunk_<i>.`. Wrappers (data
     parallelism, `torch.compile`) do not show up in the names, so a checkpoint loads with or without them.
 
     Of parameters in MXFP8 it has the float32 masters, each rank those of its rows.

@@ -36,9 +36,10 @@ def sharded_modules(chunk: nn.Module) -> list[FSDPModule]:
 def divisor_of(chunks: Sequence[nn.Module], world: World) -> float:
     """The number by which the exchange divides the sum of the gradients of all ranks with different samples.
 
-    One for what `fully_sharded` has divided, for stages of a pipeline, and where ranks divide the updates. DistributedDataParallel averages, and
-    so does a model that the user has divided by `fully_shard`, unless its `set_gradient_divide_factor` says otherwise.
-    Where nothing exchanges, as with a user's own hooks, an average is assumed.
+    One for what `fully_sharded` has divided, for stages of a pipeline, and where ranks divide the updates.
+    DistributedDataParallel averages, and so does a model that the user has divided by `fully_shard`, unless its
+    `set_gradient_divide_factor` says otherwise. Where nothing exchanges, as with a user's own hooks, an average is
+    assumed.
 
     Args:
         chunks: the model chunks; one unless the model is split into several.

@@ -34,6 +34,7 @@ class Callback:
     - `no_rollback`: why a run with this callback cannot be rolled back; None if it can;
     - `reads_weights`: False if none of its methods reads weights, so that gathers of a distributed optimizer need not
       end before they are called; None for unknown, which counts as True.
+    - `needs_whole_model`: True if it requires all layers of the model on its rank, so that it is refused in a pipeline.
     """
 
     ranks: Literal["all", "main"] = "all"
@@ -44,6 +45,7 @@ class Callback:
     changes_weights: bool | None = None
     no_rollback: str | None = None
     reads_weights: bool | None = None
+    needs_whole_model: bool = False
     needs_onstep: str | None = "it has methods of the form on_<event>(context), which no other trainer calls"
     """Why it cannot work in Hugging Face's Trainer, where it is refused."""
 
@@ -72,6 +74,7 @@ class TrainerCallback:
     changes_weights: bool | None = None
     no_rollback: str | None = None
     reads_weights: bool | None = None
+    needs_whole_model: bool = False
     needs_onstep: str | None = None
     """Why it cannot work in Hugging Face's Trainer, where it is refused; None if it can."""
 

@@ -109,6 +109,12 @@ class TransformerStage(Transformer):
 
     def _hidden_states(self, tokens: Tensor, position_ids: Tensor | None, context: SequenceContext) -> Tensor:
         x = self.input_tensor
+        if x is None and not self.pipeline_seat.is_first:
+            raise ConfigError(
+                f"stage {self.pipeline_seat.stage} of a pipeline has no input: the stage before has computed one for "
+                f"each micro-batch; call the model once for each in the forward step, and nowhere else."
+            )
+        self.input_tensor = None
         if x is None:
             x = self._embedded(tokens, None, position_ids)
         with offloading(self, self.config):

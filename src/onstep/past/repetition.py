@@ -160,6 +160,11 @@ def rewind(
             f"{plan.directory} is a run of a Trainer, whose model and data are in its script: onstep rewind "
             f"{plan.directory} {plan.step} --script train.py [ARGS], or trainer.rewind({plan.step}) in the script."
         )
+    if plan.config.parallel.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"{plan.directory} is a run on the stages of a pipeline, which cannot be repeated step by step; continue a "
+            f"checkpoint of it with parallel.pipeline_model_parallel_size=1."
+        )
     repetition = Repetition(plan, lambda identity: _checked(plan, identity), log, around_step)
     with ExitStack() as stack:
         directory = stack.enter_context(copied(plan))

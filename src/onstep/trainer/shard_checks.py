@@ -29,8 +29,8 @@ def check_shards(trainer: TrainerMethods, config: ConfigContainer) -> None:
     sizes = config.parallel_sizes(world_size_from_environment())
     if sizes.pp > 1:
         raise ConfigError(
-            f"parallel.pipeline_model_parallel_size={sizes.pp} is not supported by Trainer, whose compute_loss is called "
-            f"with a whole model; use pretrain(), whose forward step is called on each stage, or "
+            f"parallel.pipeline_model_parallel_size={sizes.pp} is not supported by Trainer, whose compute_loss is "
+            f"called with a whole model; use pretrain(), whose forward step is called on each stage, or "
             f"parallel.data_parallel_shard_size=-1."
         )
     if model is None or overrides(trainer, "_wrap_model"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Curve(Callback):
 
 
 def _loss_in_the_step(data_iterator: Any, model: nn.Module) -> Any:
-    """A forward step that computes the loss itself, so that only its end on other stages keeps it from failing there."""
+    """Computes the loss itself, so that only the end of the step on other stages keeps it from failing there."""
     batch = next(data_iterator)
     labels = batch["labels"]
     logits = model(batch["tokens"])
@@ -87,7 +88,26 @@ def _mean_in_the_loss_function(data_iterator: Any, model: nn.Module) -> Any:
     return model(batch["tokens"]), mean
 
 
-STEPS: dict[str, Callable[..., Any]] = {"sum": _loss_in_the_step, "mean": _mean_in_the_loss_function}
+def _deaf(data_iterator: Any, model: nn.Module) -> Any:
+    return model(torch.zeros(3, LENGTH, dtype=torch.int64)), lambda logits: logits.mean()
+
+
+def _cut(data_iterator: Any, model: nn.Module) -> Any:
+    return model(next(data_iterator)["tokens"][:, :-1]), lambda logits: logits.mean()
+
+
+def _absent(data_iterator: Any, model: nn.Module) -> Any:
+    next(data_iterator)
+    return torch.zeros((), requires_grad=True), lambda loss: loss
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "sum": _loss_in_the_step,
+    "mean": _mean_in_the_loss_function,
+    "deaf": _deaf,
+    "cut": _cut,
+    "absent": _absent,
+}
 
 
 def config_of(keys: list[str], steps: int) -> ConfigContainer:
@@ -137,7 +157,9 @@ def run_row(keys: list[str], options: dict[str, Any], steps: int) -> dict[str, A
     train(step, chunks, optimizer_of(chunks), None, loader, None, state, callback_manager=manager)
     found = {name: vars(curve)[name] for name in ("losses", "own", "norms", "zeros", "micro_losses")}
     last = whole_of_stages(chunks, world) if is_staged(chunks) else whole
-    found["weights"] = [] if last is None else [float(one.detach().double().square().sum()) for one in last.parameters()]
+    found["weights"] = (
+        [] if last is None else [float(one.detach().double().square().sum()) for one in last.parameters()]
+    )
     world.close()
     return found
 
@@ -164,7 +186,7 @@ class Halts(Callback):
 
 
 def job_pretrain(settings: dict[str, Any]) -> Any:
-    """`pretrain` on a small text, with saves and evaluations: losses, norms, evaluations, and what is in checkpoints."""
+    """`pretrain` on a small text, with saves and evaluations; the losses, norms and evaluations."""
     config = small_pretrain_config(settings["corpus"], settings["cache"], layers=4, length=16)
     config.tokenizer.tokenizer_type, config.model.vocab_size = "bytes", 261
     config.train.global_batch_size, config.train.micro_batch_size = 8, 2
@@ -176,7 +198,8 @@ def job_pretrain(settings: dict[str, Any]) -> Any:
     callbacks: list[Any] = [curve, evaluated]
     if "dies" in settings:
         callbacks.append(Halts(settings["dies"], dies=True))
-    pretrain(config, callbacks=callbacks)
+    with suppress(SystemExit):  # of train.exit_interval
+        pretrain(config, callbacks=callbacks)
     return {"losses": curve.losses, "norms": curve.norms, "evaluated": evaluated.found}
 
 

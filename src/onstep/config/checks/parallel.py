@@ -52,9 +52,9 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
     for key, usual in _NOT_IN_A_PIPELINE.items():
         value: Any = attrgetter(key)(config)
         if value not in usual:
-            remedy = " or ".join({None: "null", False: "false"}.get(one, str(one)) for one in usual)
+            remedy = " or ".join(dict.fromkeys(_written(one) for one in usual))
             raise ConfigError(
-                f"{key}={shown(value)} is not supported with parallel.pipeline_model_parallel_size={pp}, schedule "
+                f"{key}={_written(value)} is not supported with parallel.pipeline_model_parallel_size={pp}, schedule "
                 f"{schedule.name}; set it to {remedy}, or the size to 1."
             )
     if config.model.num_layers:
@@ -66,13 +66,18 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
         if not schedule.runs(pp, count):
             close = next(one for one in range(max(count, least), count + least + pp + 1) if schedule.runs(pp, one))
             raise ConfigError(
-                f"train.global_batch_size={batch} is {count} micro-batches of {micro} on each of {data} replicas, which "
-                f"parallel.pipeline_schedule={schedule.name} on {pp} ranks does not run; use {close * micro * data}, or "
-                f"{schedule.for_any_number.name}."
+                f"train.global_batch_size={batch} is {count} micro-batches of {micro} on each of {data} replicas, "
+                f"which the schedule {schedule.name} on {pp} ranks does not run; use {close * micro * data}, or "
+                f"parallel.pipeline_schedule={schedule.for_any_number.name}."
             )
 
 
-_OFF: tuple[Any, ...] = (False, None)
+def _written(value: object) -> str:
+    """A value as it stands in a file."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+_OFF: tuple[Any, ...] = (False,)
 _NOT_IN_A_PIPELINE: dict[str, tuple[Any, ...]] = {
     "parallel.tensor_model_parallel_size": (1,),
     "parallel.data_parallel_shard_size": (1,),

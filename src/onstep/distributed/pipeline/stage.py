@@ -41,8 +41,8 @@ class _Call(nn.Module):
 class Stage(PipelineStage):
     """A stage on this rank.
 
-    torch finds out shapes in the first step and keeps them. All ranks of a pipeline read the same micro-batches, so each
-    knows what it will receive: nothing is found out, and every micro-batch has its own shape.
+    torch finds out shapes in the first step and keeps them. All ranks of a pipeline read the same micro-batches, so
+    each knows what it will receive: nothing is found out, and every micro-batch has its own shape.
 
     Args:
         chunk: the model chunk.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from onstep.checkpoint import RngState
 from onstep.distributed import World, no_sync
 from onstep.distributed.exchanges import own_gradients
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.optim import clip_grad_norm
 from onstep.training.anomalies.worst_samples import WorstSample
 from onstep.training.compute.losses import MicroLoss
@@ -115,6 +116,8 @@ def _bad_losses(world: World, micros: list[MicroLoss], sample_ids: list[list[int
 
 def _bad_gradients(job: Job, step: Step, sample_ids: list[list[int]] | None) -> list[BadSamples]:
     world = job.run.world
+    if is_staged(job.model):
+        return []
     try:
         with RngState(world.device).kept(), job.run.features.pause("replay"):
             norms = list(_gradient_norms(job, step))

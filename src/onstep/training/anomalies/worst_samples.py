@@ -12,6 +12,7 @@ import torch
 from onstep.checkpoint import RngState
 from onstep.data import StepBatches
 from onstep.distributed import no_sync
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.training.compute.loss_sums import local_sums
 from onstep.training.compute.rows import normalised_alone, rows_of
 from onstep.training.compute.step import MicroBatches, Step
@@ -50,9 +51,10 @@ def find_worst_samples(job: Job, step: Step) -> list[WorstSample]:
     """The samples of all ranks with the largest shares of a step's loss, the largest first. Collective.
 
     The weights must still be those of the step. Each sample passes the model once, without gradients; every rank calls
-    the model equally often, since its weights may be sharded. None for a forward step that runs backward by itself.
+    the model equally often, since its weights may be sharded. None for a forward step that runs backward by itself, and
+    in a pipeline.
     """
-    if getattr(job.forward_step_func, "runs_backward", False):
+    if getattr(job.forward_step_func, "runs_backward", False) or is_staged(job.model):
         return []
     world = job.run.world
     rows = [

@@ -1,7 +1,7 @@
 """The states of a model and its optimizer whose parts are on the ranks of a pipeline, as those of one whole.
 
-Every rank names all tensors, as a component in shards must. One that is on another stage is a DTensor of no rank that is
-here: it is neither written nor read.
+Every rank names all tensors, as a component in shards must. One that is on another stage is a DTensor of no rank that
+is here: it is neither written nor read.
 """
 
 from __future__ import annotations

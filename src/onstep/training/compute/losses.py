@@ -50,9 +50,9 @@ ONE_ELEMENT = (
 
 
 NO_GRADIENT = (
-    "the loss does not require a gradient, so nothing can be trained on it: it was computed under torch.no_grad(), from "
-    "a detached tensor (.detach(), .item(), .numpy(), torch.tensor(...)), or from frozen parameters only; return the "
-    "loss as it is computed from the model's outputs"
+    "the loss does not require a gradient, so nothing can be trained on it: it was computed under torch.no_grad(), "
+    "from a detached tensor (.detach(), .item(), .numpy(), torch.tensor(...)), or from frozen parameters only; return "
+    "the loss as it is computed from the model's outputs"
 )
 """The text of an error."""
 

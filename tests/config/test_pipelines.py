@@ -1,0 +1,158 @@
+"""The stages of a pipeline: which layers and ranks they have, which schedules run them, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onstep.config import ConfigContainer, ParallelConfig, from_dict, validate
+from onstep.config.pipelines import SCHEDULES, layers_of_stages, schedule_of, stages_of_rank
+from onstep.errors import ConfigError
+
+SIZE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+AT_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+NAME, LAYOUT = "pipeline_schedule", "pipeline_model_parallel_layout"
+
+
+def parallel(ranks: int = 2, **values: Any) -> ParallelConfig:
+    return ParallelConfig(**{SIZE: ranks} | values)
+
+
+def config_with(batch: int = 8, ranks: int = 2, **values: Any) -> ConfigContainer:
+    sections: dict[str, Any] = {"parallel": {SIZE: ranks}, "train": {}, "model": {"num_layers": 4}}
+    for key, value in values.items():
+        section, _, name = key.partition("__")
+        sections.setdefault(section, {})[name] = value
+    sections["train"] |= {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": batch}
+    sections.setdefault("optimizer", {})["lr"] = 1e-3
+    return from_dict(sections)
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({}, "1F1B"),
+        ({VIRTUAL: 1}, "1F1B"),
+        ({VIRTUAL: 2}, "Interleaved1F1B"),
+        ({NAME: "gpipe"}, "GPipe"),
+        ({NAME: "ScheduleZBVZeroBubble"}, "ZBVZeroBubble"),
+        ({NAME: "DualPipeV", VIRTUAL: 2}, "DualPipeV"),
+    ],
+)
+def test_a_schedule_has_the_names_of_torch_and_a_default(values: dict[str, Any], name: str) -> None:
+    assert schedule_of(parallel(**values)).name == name
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({NAME: "1F1C"}, r"^parallel.pipeline_schedule must be one of GPipe, 1F1B, .*, got '1F1C'. Did you mean"),
+        ({NAME: "GPipe", VIRTUAL: 2}, r"=GPipe has one stage on each rank, but parallel\.virtual\S+=2; set it to null"),
+        (
+            {NAME: "LoopedBFS"},
+            r"^parallel.pipeline_schedule=LoopedBFS interleaves several stages .*; set \S+=2 or more",
+        ),
+        ({NAME: "ZBVZeroBubble", VIRTUAL: 3}, r"=ZBVZeroBubble has two stages on each rank, but \S+=3; set it to 2"),
+    ],
+)
+def test_a_schedule_that_does_not_run_the_stages_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        schedule_of(parallel(**values))
+
+
+def test_stages_go_round_the_ranks_or_back_again_in_a_v() -> None:
+    assert [stages_of_rank(parallel(3), rank) for rank in range(3)] == [[0], [1], [2]]
+    assert [stages_of_rank(parallel(2, **{VIRTUAL: 3}), rank) for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
+    assert [stages_of_rank(parallel(2, **{NAME: "DualPipeV"}), rank) for rank in range(2)] == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("values", "layers", "found"),
+    [
+        ({}, 4, [2, 2]),
+        ({VIRTUAL: 2}, 8, [2, 2, 2, 2]),
+        ({LAYOUT: [1, 4]}, 5, [1, 4]),
+        ({"account_for_embedding_in_pipeline_split": True}, 7, [3, 4]),
+        (AT_ENDS, 6, [3, 3]),
+        (
+            {SIZE: 3, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+            7,
+            [2, 3, 2],
+        ),
+    ],
+)
+def test_layers_are_shared_equally_or_as_listed(values: dict[str, Any], layers: int, found: list[int]) -> None:
+    stages = layers_of_stages(parallel(**values), layers)
+    assert [len(one) for one in stages] == found
+    assert [layer for one in stages for layer in one] == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("values", "layers", "said"),
+    [
+        ({}, 5, r"^model.num_layers=5 cannot be divided into 2 equal stages; use 4 or 6 layers, another .*_layout\.$"),
+        ({VIRTUAL: 2}, 3, r"^model.num_layers=3 cannot be divided into 4 equal stages; use 4 layers, "),
+        ({"account_for_loss_in_pipeline_split": True}, 4, r"=4, the loss counted as one cannot .*; use 3 or 5 layers"),
+        (
+            {LAYOUT: [2, 2, 2]},
+            6,
+            r"_layout=\[2, 2, 2\] must have .* of each of the 2 stages, 6 in all, but has 3 of 6;",
+        ),
+        ({LAYOUT: [3, 2]}, 6, r"_layout=\[3, 2\] must have the number of layers of each of the 2 stages, 6 in all"),
+    ],
+)
+def test_layers_that_stages_cannot_share_are_refused_with_the_nearest_that_they_can(
+    values: dict[str, Any], layers: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        layers_of_stages(parallel(**values), layers)
+
+
+def test_numbers_of_micro_batches_are_those_that_torch_runs() -> None:
+    runs = {name: [n for n in range(1, 10) if one.runs(2, n)] for name, one in SCHEDULES.items()}
+    in_rounds, all_of_them = [1, 2, 3, 4, 6, 8], list(range(1, 10))
+    assert runs == {
+        "GPipe": all_of_them,
+        "1F1B": list(range(2, 10)),
+        "Interleaved1F1B": in_rounds,
+        "LoopedBFS": all_of_them,
+        "InterleavedZeroBubble": in_rounds,
+        "ZBVZeroBubble": all_of_them,
+        "DualPipeV": list(range(4, 10)),
+    }
+    assert all(one.for_any_number.runs(4, 1) for one in SCHEDULES.values())
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"batch": 2}, r"^train\S+=2 is 1 micro-batches of 2 on each of 1 replicas, which the "
+                       r"schedule 1F1B on 2 ranks does not run; use 4, or parallel.pipeline_schedule=GPipe\.$"),
+        ({"batch": 10, "parallel__" + VIRTUAL: 2}, r"=10 is 5 micro-batches .*1F1B .*; use 12, or .*=LoopedBFS"),
+        ({"model__num_layers": 5}, r"^model.num_layers=5 cannot be divided into 2 equal stages"),
+        ({"ddp__use_distributed_optimizer": True, "optimizer__use_distributed_optimizer": True},
+         r"^ddp.use_distributed_optimizer=true is not supported with \S+=2, schedule 1F1B; set it to false"),
+        ({"peft__peft_scheme": "lora"}, r"^peft.peft_scheme=lora is not supported with .*; set it to null, or"),
+        ({"train__torch_compile": True}, r"^train.torch_compile=true is not supported with"),
+        ({"checkpoint__certify": True}, r"^checkpoint.certify=true is not supported with"),
+        ({"model__num_moe_experts": 4}, r"^model.num_moe_experts=4 is not supported with"),
+        ({"optimizer__optimizer": "muon"}, r"^optimizer.optimizer=muon is not .*; set it to adam or adamw"),
+        ({"mixed_precision": "fp16_mixed"}, r"^mixed_precision=fp16_mixed is not supported .* null or bf16_mixed"),
+    ],
+)  # fmt: skip
+def test_what_a_pipeline_does_not_support_is_refused_by_name(values: dict[str, Any], said: str) -> None:
+    precision = values.pop("mixed_precision", None)
+    config = config_with(**values)
+    config.mixed_precision = precision
+    with pytest.raises(ConfigError, match=said):
+        validate(config, 2)
+
+
+def test_a_pipeline_is_valid_and_its_keys_are_those_of_megatron_bridges_model_too() -> None:
+    validate(config_with(), 2)
+    validate(config_with(parallel__data_parallel_replicate_size=2), 4)
+    names = (SIZE, VIRTUAL, LAYOUT, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    for name, value in zip(names, (2, 3, [1, 3], True, True), strict=True):
+        config = from_dict({"model": {name: value}})
+        assert getattr(config.parallel, name) == getattr(config.model, name) == value

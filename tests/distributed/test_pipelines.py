@@ -1,0 +1,204 @@
+"""Pipelines of real ranks train, save, evaluate and continue as one process does."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forked_processes import Processes
+
+pytestmark = pytest.mark.distributed
+
+JOBS = "tests.support.jobs.pipeline_jobs"
+TIED, TWO = "model.share_embeddings_and_output_weights=true", "parallel.virtual_pipeline_model_parallel_size=2"
+Row = tuple[list[str], dict[str, Any]]
+
+
+def row(name: str, *keys: str, ranks: int = 2, size: int = 2, **options: Any) -> Row:
+    own = [f"parallel.pipeline_model_parallel_size={size}", f"parallel.pipeline_schedule={name}"]
+    return [*own, *keys], {"ranks": ranks, **options}
+
+
+def results(processes: Processes, directory: Path, wanted: list[Row], steps: int) -> list[list[dict[str, Any]]]:
+    """What each rank found in each row; all rows in one start of the ranks."""
+    ranks = wanted[0][1].get("ranks", 1)
+    found = processes.results(JOBS, "rows", directory, {"rows": wanted, "steps": steps}, ranks=ranks)
+    return [list(one) for one in zip(*found, strict=True)]
+
+
+def alone(processes: Processes, directory: Path, wanted: list[Row], steps: int) -> list[dict[str, Any]]:
+    """The same in one process."""
+    rows: list[Row] = []
+    for keys, options in wanted:
+        of_one = [key for key in keys if not key.startswith("parallel.")]
+        rows.append((of_one, {name: value for name, value in options.items() if name != "ranks"}))
+    return [one for [one] in results(processes, directory, rows, steps)]
+
+
+def furthest(own: list[float], reference: list[float]) -> float:
+    return max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(own, reference, strict=True))
+
+
+def check(processes: Processes, directory: Path, wanted: list[Row], steps: int) -> None:
+    """Loss and norm are those of one process, and the same on all ranks."""
+    single = alone(processes, directory, wanted, steps)
+    for (keys, options), ranks, one in zip(wanted, results(processes, directory, wanted, steps), single, strict=True):
+        bound = 1e-10 if options.get("dtype") == "float64" else 1e-5
+        for name in ("losses", "norms"):
+            assert furthest(ranks[0][name], one[name]) <= bound, (keys, name)
+            assert all(other[name] == ranks[0][name] for other in ranks), (keys, name)
+        assert ranks[0]["zeros"] == one["zeros"], keys
+        assert furthest(ranks[0]["weights"], one["weights"]) <= 10 * bound, keys
+        if options["ranks"] == 2:
+            assert furthest(ranks[0]["own"], one["own"]) <= bound, keys
+
+
+def test_schedules_train_as_one_process_and_share_what_the_last_stage_knows(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Ragged labels with an empty micro-batch, tied embeddings, two groups, clipping, losses in step and function."""
+    wanted = [
+        row("1F1B", TIED, dtype="float64"),
+        row("Interleaved1F1B", TWO, dtype="float64", step="mean"),
+        row("ZBVZeroBubble", TIED, dtype="float64"),
+        row("DualPipeV"),
+        row("GPipe", "parallel.pipeline_model_parallel_layout=[1,3]", "train.micro_batch_size=12"),
+    ]
+    check(processes, tmp_path, wanted, 3)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("deaf", "ConfigError: the forward step has not read its micro-batch on stage 0 of a pipeline"),
+        pytest.param(
+            "cut", "where the next one expects (3, 12, 32): the forward step must call", marks=pytest.mark.slow
+        ),
+        pytest.param("absent", "the forward step has not called the model on stage 0", marks=pytest.mark.slow),
+    ],
+)
+def test_a_forward_step_that_stages_cannot_share_is_refused(
+    processes: Processes, tmp_path: Path, step: str, said: str
+) -> None:
+    codes = processes.run(JOBS, "rows", tmp_path, {"rows": [row("1F1B", step=step)], "steps": 1}, ranks=2)
+    assert 0 not in codes
+    assert said in (tmp_path / "rank-0.out").read_text()
+
+
+SCHEDULES = {
+    "GPipe": [],
+    "1F1B": [],
+    "Interleaved1F1B": [TWO],
+    "LoopedBFS": [TWO],
+    "InterleavedZeroBubble": [TWO],
+    "ZBVZeroBubble": [],
+    "DualPipeV": [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_schedule_trains_20_steps_as_one_process(processes: Processes, tmp_path: Path, dtype: str) -> None:
+    wanted = [row(name, *keys, *tied, dtype=dtype) for name, keys in SCHEDULES.items() for tied in ([], [TIED])]
+    check(processes, tmp_path, wanted, 20)
+
+
+@pytest.mark.slow
+def test_three_and_four_ranks_and_replicas_of_a_pipeline(processes: Processes, tmp_path: Path) -> None:
+    uneven = "parallel.pipeline_model_parallel_layout=[1,1,2]"
+    check(processes, tmp_path, [row("1F1B", TIED, uneven, ranks=3, size=3, dtype="float64")], 5)
+    four: list[Row] = [
+        row("1F1B", TIED, ranks=4, size=4, dtype="float64"),
+        row("1F1B", TIED, "train.micro_batch_size=1", ranks=4, dtype="float64"),
+        row("Interleaved1F1B", TWO, TIED, "train.micro_batch_size=1", ranks=4, dtype="float64"),
+        row("ZBVZeroBubble", TIED, "train.micro_batch_size=1", ranks=4, dtype="float64"),
+    ]
+    check(processes, tmp_path, four, 5)
+
+
+@pytest.mark.slow
+def test_three_runs_of_a_pipeline_are_equal_to_the_bit(processes: Processes, tmp_path: Path) -> None:
+    wanted = [row(name, *keys, TIED) for name, keys in SCHEDULES.items()]
+    first, second, third = (results(processes, tmp_path, wanted, 4) for _ in range(3))
+    assert first == second == third
+
+
+def text_run(directory: Path, name: str, *keys: str, **more: Any) -> dict[str, Any]:
+    return {
+        "corpus": str(Path(__file__).parents[2] / "LICENSE"),
+        "cache": str(directory / "cache"),
+        "output": str(directory / "runs"),
+        "name": name,
+        "steps": 5,
+        "keys": ["logger.console=quiet", TIED, *keys],
+        **more,
+    }
+
+
+def pretrained(processes: Processes, directory: Path, name: str, ranks: int, *keys: str) -> dict[str, Any]:
+    [found, *others] = processes.results(JOBS, "pretrain", directory, text_run(directory, name, *keys), ranks=ranks)
+    assert all(other == found for other in others)
+    result: dict[str, Any] = found
+    return result
+
+
+def test_a_pipeline_is_evaluated_as_one_process_and_continues_there_and_back(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Two ranks, then one, then two with another schedule: the loss curve, the evaluations and the final weights."""
+    one = pretrained(processes, tmp_path, "one", 1)
+    pieces = [
+        pretrained(processes, tmp_path, "there", 2, *row("1F1B")[0], "train.exit_interval=2"),
+        pretrained(processes, tmp_path, "there", 1, "train.exit_interval=4"),
+        pretrained(processes, tmp_path, "there", 2, *row("ZBVZeroBubble")[0]),
+    ]
+    for name in ("losses", "norms", "evaluated"):
+        there = [value for piece in pieces for value in piece[name]]
+        assert furthest(there, one[name]) <= 1e-5
+    [manifest] = (tmp_path / "runs" / "there" / "checkpoints").glob("*-5/manifest.json")
+    names = set((manifest.parent / "model").iterdir())
+    assert {one.name for one in names} == {"rank_0.safetensors", "rank_1.safetensors", "state.json"}
+    assert (tmp_path / "runs" / "there" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_pipeline_resumed_at_any_step_is_the_run_that_nobody_stopped(
+    processes: Processes, tmp_path: Path, is_async: bool
+) -> None:
+    keys = [*row("Interleaved1F1B", TWO)[0], f"checkpoint.async_save={str(is_async).lower()}"]
+    keys += ["checkpoint.save_interval=1", "checkpoint.save_total_limit=null"]
+    whole = pretrained(processes, tmp_path, "whole", 2, *keys)
+    for step in range(1, 5):
+        before = pretrained(processes, tmp_path, f"at-{step}", 2, *keys, f"train.exit_interval={step}")
+        after = pretrained(processes, tmp_path, f"at-{step}", 2, *keys)
+        for name in ("losses", "norms"):
+            assert before[name] + after[name] == whole[name], (step, name)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_the_passes_ends_all_and_the_next_start_has_the_bits(
+    processes: Processes, tmp_path: Path
+) -> None:
+    keys = [*row("ZBVZeroBubble")[0], "checkpoint.save_interval=1"]
+    whole = pretrained(processes, tmp_path, "whole", 2, *keys)
+    settings = text_run(tmp_path, "killed", *keys, dies=3)
+    other, killed = processes.start(JOBS, "pretrain", tmp_path, settings, ranks=2)
+    assert killed.wait() == -signal.SIGKILL
+    assert other.wait(20) != 0
+    after = pretrained(processes, tmp_path, "killed", 2, *keys)
+    assert after["losses"] == whole["losses"][-len(after["losses"]) :]
+    assert len(after["losses"]) <= 3
+
+
+def test_a_checkpoint_that_lacks_a_stage_is_refused(processes: Processes, tmp_path: Path) -> None:
+    pretrained(processes, tmp_path, "lacking", 2, *row("1F1B")[0], "train.exit_interval=2")
+    [saved] = (tmp_path / "runs" / "lacking" / "checkpoints").glob("*-2")
+    (saved / "model" / "rank_1.safetensors").unlink()
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    with pytest.raises(AssertionError, match=r"rank_1\.safetensors"):
+        pretrained(processes, tmp_path, "lacking", 2, *row("1F1B")[0])

@@ -1,0 +1,73 @@
+"""The stages of a transformer, one after the other in one process, are the whole model, by value and by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onstep.config import ModelConfig
+from onstep.distributed.pipeline.seats import Seat, is_staged, seat_of
+from onstep.errors import ConfigError
+from onstep.models.stages import TransformerStage, cut
+from onstep.models.transformer import Transformer, build_transformer
+from tests.support.small_configs import GPT2, SIZES
+
+
+def whole_of(**options: Any) -> Transformer:
+    return build_transformer(ModelConfig(**{**SIZES, "num_layers": 4, **options}), seed=3)
+
+
+def seats(*counts: int) -> list[Seat]:
+    starts = [sum(counts[:number]) for number in range(len(counts))]
+    return [Seat(n, len(counts), range(at, at + size)) for n, (at, size) in enumerate(zip(starts, counts, strict=True))]
+
+
+@pytest.mark.parametrize("options", [{}, GPT2, {"share_embeddings_and_output_weights": True}])
+@pytest.mark.parametrize("counts", [(2, 2), (0, 3, 1)])
+def test_stages_compute_what_the_whole_model_does(options: dict[str, Any], counts: tuple[int, ...]) -> None:
+    whole = whole_of(**options)
+    tokens = torch.randint(0, 67, (2, 9), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+    expected = whole(tokens, tokens, reduction="sum", document_ids=documents)
+    names = dict(whole.named_parameters())
+    stages = [stage for seat in seats(*counts) for stage in cut(whole, [seat])]
+    hidden = None
+    for stage in stages:
+        stage.set_input_tensor(hidden)
+        hidden = stage(tokens, tokens, reduction="sum", document_ids=documents)
+    assert torch.equal(hidden, expected)
+    own = [dict(stage.named_parameters()) for stage in stages]
+    assert set().union(*own) == set(names)
+    assert all(one.shape == names[name].shape for part in own for name, one in part.items())
+    assert sum(stage.num_parameters() for stage in stages) == sum(one.numel() for one in names.values())
+    assert list(stages[0].whole_shapes) == list(names)
+
+
+def test_the_last_stage_of_a_tied_model_has_a_copy_that_the_first_one_counts() -> None:
+    first, last = cut(whole_of(share_embeddings_and_output_weights=True), seats(2, 2)[:1])[0], None
+    last = cut(whole_of(share_embeddings_and_output_weights=True), seats(2, 2)[1:])[0]
+    assert getattr(last.embedding.weight, "shared", False)
+    assert not getattr(first.embedding.weight, "shared", False)
+    assert torch.equal(first.embedding.weight, last.embedding.weight)
+
+
+def test_both_ends_on_one_rank_have_one_embedding() -> None:
+    first, last = cut(whole_of(share_embeddings_and_output_weights=True), [seats(2, 2)[0], seats(2, 2)[1]])
+    assert first.embedding is last.embedding
+    assert not getattr(last.embedding.weight, "shared", False)
+
+
+def test_a_stage_knows_its_seat_and_does_not_generate() -> None:
+    whole = whole_of()
+    assert not is_staged([whole])
+    [stage] = cut(whole, seats(2, 2)[1:])
+    assert isinstance(stage, TransformerStage)
+    assert seat_of(stage) == Seat(1, 2, range(2, 4))
+    assert is_staged([stage])
+    assert [name.split(".")[1] for name, _ in stage.named_parameters() if name.startswith("layers.")][:1] == ["2"]
+    with pytest.raises(ConfigError, match=r"a stage of a pipeline cannot generate: export the model"):
+        stage(torch.zeros(1, 1, dtype=torch.int64), cache=object())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"stage 1 of a pipeline has no input"):
+        stage(torch.zeros(1, 1, dtype=torch.int64))

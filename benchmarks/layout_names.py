@@ -100,6 +100,8 @@ LAYOUTS = {
     "ddp2 bf16": Layout(2, (IN_BF16,)),
     "fsdp2 bf16": _sharded(2, IN_BF16),
 }
+PIPELINES = {"pp2": Layout(2, ("parallel.pipeline_model_parallel_size=2",))}
+"""Layouts that `sharded_step.py` measures too; `tests/distributed/test_pipelines.py` compares what they compute."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a step costs on several ranks: `train()` beside the loop of the same layout that torch's users write by hand.
 
-    python benchmarks/sharded_step.py [--layouts ddp2,fsdp2,"hsdp 2x2"] [--rounds 12] [--clock cpu] [--profile]
+    python benchmarks/sharded_step.py [--layouts ddp2,fsdp2,"hsdp 2x2",pp2] [--rounds 12] [--clock cpu] [--profile]
 
 Both loops train a model of their own in the same processes, of one thread each, on the same micro-batches: AdamW,
 accumulation, clipping. The one by hand reads no losses and agrees on nothing. They take turns, in blocks of steps; each
@@ -42,7 +42,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel
 
 from divided_by_hand import DividedByHand
-from layout_names import LAYOUTS, Layout
+from layout_names import LAYOUTS, PIPELINES, Layout
 from local_ranks import start_ranks
 from onstep import Callback, CallbackManager
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides
@@ -51,7 +51,9 @@ from onstep.distributed import World, open_world
 from onstep.distributed.buffered import BufferedDataParallel
 from onstep.models.transformer import build_transformer
 from onstep.training import GlobalState, forward_step, train
+from onstep.training.setup.model_and_data import cut_into_stages
 from onstep.training.setup.placement import place
+from pipeline_by_hand import PipelineByHand
 from plain_loop import mean_loss
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -89,10 +91,11 @@ class Workload:
         config = ConfigContainer(model=model)
         config.dist.device, config.dataset.seq_length = "cpu", self.length
         config.train.micro_batch_size, config.train.train_iters = self.rows, steps
-        config.train.global_batch_size = self.rows * self.micro_batches * layout.ranks
         config.logger.log_interval, config.validation.eval_iters = 0, None
         config.optimizer.lr, config.optimizer.clip_grad = LR, CLIP
         apply_overrides(config, list(layout.keys))
+        ranks = config.parallel_sizes(layout.ranks).data
+        config.train.global_batch_size = self.rows * self.micro_batches * ranks
         return config
 
     def loader(self, world: World, steps: int) -> TrainLoader:
@@ -208,7 +211,7 @@ class Turns(Callback):
 
     def __init__(
         self,
-        by_hand: ByHand,
+        by_hand: ByHand | PipelineByHand,
         block: int,
         now: Callable[[], float],
         profile: cProfile.Profile | None,
@@ -270,11 +273,16 @@ def run(name: str, layout: Layout, workload: Workload, rounds: int, clock: str, 
     config = workload.config(layout, (rounds + 1) * workload.block * (1 + switches))  # the first round warms up
     world = open_world(config.dist, config.parallel_sizes(layout.ranks))
     loader, other = (workload.loader(world, config.train.train_iters or 0) for _ in range(2))
-    [model] = place([build_transformer(config.model, seed=0)], world, config)
+    chunks: list[nn.Module] = [build_transformer(config.model, seed=0)]
+    [model] = place(cut_into_stages(chunks, config, world) if world.sizes.pp > 1 else chunks, world, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     state = GlobalState(config, num_microbatches=workload.micro_batches, world=world)
     profile = cProfile.Profile() if profiles else None
-    by_hand = ByHand(config, layout, other, workload.micro_batches)
+    by_hand: ByHand | PipelineByHand
+    if world.sizes.pp > 1:
+        by_hand = PipelineByHand(config, world, other, workload.micro_batches, LR)
+    else:
+        by_hand = ByHand(config, layout, other, workload.micro_batches)
     overlaps = Overlaps(model) if switches and isinstance(model, BufferedDataParallel) else None
     turns = Turns(by_hand, workload.block, CLOCKS[clock], profile, overlaps)
     manager = CallbackManager()
@@ -347,9 +355,10 @@ def main() -> int:
     for model in options.models.split(","):
         for layout in options.layouts.split(","):
             row = f"{layout}, {model}"
-            arguments = (row, LAYOUTS[layout], WORKLOADS[model], options.rounds, options.clock, options.profile)
+            of_row = {**LAYOUTS, **PIPELINES}[layout]
+            arguments = (row, of_row, WORKLOADS[model], options.rounds, options.clock, options.profile)
             try:
-                start_ranks(run, LAYOUTS[layout].ranks, *arguments)
+                start_ranks(run, of_row.ranks, *arguments)
             except ProcessExitedException as error:
                 failed = True
                 print(f"{row}: MISSED ({error})")

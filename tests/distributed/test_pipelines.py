@@ -65,10 +65,8 @@ def test_schedules_train_as_one_process_and_share_what_the_last_stage_knows(
         row("1F1B", TIED, dtype="float64"),
         row("Interleaved1F1B", TWO, dtype="float64", step="mean"),
         row("ZBVZeroBubble", TIED, dtype="float64"),
-        row("DualPipeV"),
-        row("GPipe", "parallel.pipeline_model_parallel_layout=[1,3]", "train.micro_batch_size=12"),
     ]
-    check(processes, tmp_path, wanted, 3)
+    check(processes, tmp_path, wanted, 2)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +102,8 @@ SCHEDULES = {
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_schedule_trains_20_steps_as_one_process(processes: Processes, tmp_path: Path, dtype: str) -> None:
     wanted = [row(name, *keys, *tied, dtype=dtype) for name, keys in SCHEDULES.items() for tied in ([], [TIED])]
+    uneven = ["parallel.pipeline_model_parallel_layout=[1,3]", "train.micro_batch_size=12"]
+    wanted += [row("GPipe", *uneven, dtype=dtype), row("1F1B", "model.recompute_granularity=full", dtype=dtype)]
     check(processes, tmp_path, wanted, 20)
 
 
@@ -195,6 +195,7 @@ def test_a_rank_killed_in_the_passes_ends_all_and_the_next_start_has_the_bits(
     assert len(after["losses"]) <= 3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_a_stage_is_refused(processes: Processes, tmp_path: Path) -> None:
     pretrained(processes, tmp_path, "lacking", 2, *row("1F1B")[0], "train.exit_interval=2")
     [saved] = (tmp_path / "runs" / "lacking" / "checkpoints").glob("*-2")

@@ -43,7 +43,7 @@ class TransformerStage(Transformer):
             self.embedding = whole.embedding
         elif is_tied:
             self.embedding = copy.deepcopy(whole.embedding) if embedding is None else embedding
-            self.embedding.weight.shared = embedding is None  # type: ignore[assignment]  # the first stage counts it
+            self.embedding.weight.shared = embedding is None  # type: ignore[attr-defined]  # the first stage counts it
         self.position_embedding = whole.position_embedding if seat.is_first else None
         self.dropout, self.rotary = whole.dropout, whole.rotary
         self.layers = nn.ModuleList()

@@ -73,7 +73,7 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
 
 
 def _written(value: object) -> str:
-    """A value as it stands in a file."""
+    """A value as it is written in a file."""
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 

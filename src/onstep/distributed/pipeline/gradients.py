@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from onstep.distributed.world import World
 
@@ -29,7 +29,7 @@ class StageGradients:
         self._tied: nn.Parameter | None = None
         self._embedding = None
         if is_tied:
-            pairs = [(part[0], part[-1]) for part in world.parts("pp")]
+            pairs: list[tuple[int, ...]] = [(part[0], part[-1]) for part in world.parts("pp")]
             self._embedding = world.group_among(pairs, "embd")
             if self._embedding is not None:
                 self._tied = next(
@@ -57,7 +57,7 @@ class StageGradients:
         gradients = [one.grad for one in bucket if one.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         self._world.data.sum(flat)
-        parts: Sequence[Tensor] = flat.split([gradient.numel() for gradient in gradients])
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(one) for part, one in zip(parts, gradients, strict=True)])
 
 

@@ -96,6 +96,7 @@ def evaluation_sums(
         micros: none on a rank without losses, in a pipeline.
         forms: kept from batch to batch; required in a pipeline.
     """
+    weight: Scalar
     if forms is not None and world.sizes.pp > 1:
         form, matrix = _staged_sums(micros, world, forms, "evaluation", without="loss")
         if form is None:

@@ -344,6 +344,16 @@ UNREAD = {
     **{f"peft.{name}": "a Trainer refuses LoRA" for name in ("dim", "alpha", "dropout", "target_modules")},
     **dict.fromkeys(("train.torch_compile_backend", "train.torch_compile_mode"), "of a compiled model"),
     "train.check_optimizer_step_success": RANKS,
+    **{
+        f"parallel.{name}": RANKS
+        for name in (
+            "virtual_pipeline_model_parallel_size",
+            "pipeline_schedule",
+            "pipeline_model_parallel_layout",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+    },
     "train.skip_sync_grad_norm_across_mp": RANKS,
     **{
         f"ddp.{name}": RANKS

@@ -28,16 +28,14 @@ REFUSED = {
     },
     "qwen3_30b_a3b": {
         "model.expert_model_parallel_size",
-<<<<<<< HEAD
-        "model.pipeline_model_parallel_size",
-=======
-        "model.sequence_parallel",
-        "model.tensor_model_parallel_size",
->>>>>>> 5c67ff9f (Train the stages of a pipeline)
     },
 }
 """The keys of each recipe whose values ask for what does not exist here."""
-BESIDE_OTHERS = {"model.tensor_model_parallel_size", "model.sequence_parallel"}
+BESIDE_OTHERS = {
+    "model.tensor_model_parallel_size",
+    "model.sequence_parallel",
+    "model.pipeline_model_parallel_size",
+}
 """Keys that are refused beside others of these recipes: the distributed optimizer and experts."""
 
 
@@ -53,12 +51,6 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_recipe(name: str, **changes: Any) -> dict[str, Any]:
-<<<<<<< HEAD
     return nested(
         {key: value for key, value in RECIPES[name].items() if key not in REFUSED[name] | BESIDE_OTHERS} | changes
     )
-=======
-    """A recipe without what does not exist here, and without a pipeline, which it would require ranks for."""
-    left_out = {*REFUSED[name], "model.pipeline_model_parallel_size"}
-    return nested({key: value for key, value in RECIPES[name].items() if key not in left_out} | changes)
->>>>>>> 5c67ff9f (Train the stages of a pipeline)

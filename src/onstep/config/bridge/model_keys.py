@@ -5,7 +5,7 @@ from __future__ import annotations
 from onstep.config.bridge.rules import Either, Rule, neutral, without_effect
 from onstep.config.later_parts import LATER_PARTS
 
-_SHARD = LATER_PARTS["pipeline_model_parallel_size"].remedy
+_SHARD = LATER_PARTS["expert_model_parallel_size"].remedy
 OTHER_MODEL = "choose a model of the Llama, Qwen2, Qwen3 or GPT-2 family, or pass a module of your own to `train()`"
 
 PARALLELISM: dict[str, Rule] = {
@@ -42,8 +42,8 @@ PARALLELISM: dict[str, Rule] = {
         },
     ),
     **neutral(
-        "pipeline parallelism is not supported",
-        _SHARD,
+        "stages of a pipeline have as many layers each, or those of a list",
+        "set parallel.pipeline_model_parallel_layout",
         {
             "num_layers_in_first_pipeline_stage": None,
             "num_layers_in_last_pipeline_stage": None,

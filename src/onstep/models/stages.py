@@ -50,7 +50,7 @@ class TransformerStage(Transformer):
         for index in seat.layers:
             self.layers.add_module(str(index), whole.layers[index])
         self.final_norm = whole.final_norm if seat.is_last else nn.Identity()
-        self.mtp = None
+        self.mtp, self.vocabulary = None, None
         self.whole_shapes = {name: tuple(one.shape) for name, one in whole.state_dict().items()}
         """The shapes of all weights of the model, in its order."""
         self.output = whole.output if seat.is_last else None

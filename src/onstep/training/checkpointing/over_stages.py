@@ -188,4 +188,4 @@ def _stand_in(tensor: _Elsewhere, world: World) -> Tensor:
     mesh = DeviceMesh("cpu", [(world.rank + 1) % world.size], _init_backend=False)
     meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(meta.shape, meta.stride(), meta.dtype))
-    return DTensor(torch.empty(0, dtype=tensor.dtype), spec, requires_grad=False)  # type: ignore[no-untyped-call,no-any-return]
+    return DTensor(torch.empty(0, dtype=tensor.dtype), spec, requires_grad=False)  # type: ignore[no-untyped-call]

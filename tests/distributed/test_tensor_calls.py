@@ -31,3 +31,19 @@ def test_each_call_gives_what_one_process_gives_on_both_ranks(
         for name, (result, gradients) in one.items():
             assert found[name][0] == pytest.approx(result, rel=1e-6), name
             assert found[name][1] == pytest.approx(gradients, rel=1e-6, abs=1e-9), name
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [SEQUENCES],
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param([SEQUENCES, "model.recompute_granularity=full"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_holds_the_weights_and_keeps_the_activations_that_are_estimated(
+    processes: Processes, tmp_path: Path, keys: list[str]
+) -> None:
+    [found, _] = processes.results(JOBS, "memory", tmp_path, {"keys": [IN_TWO, *keys]}, ranks=2)
+    assert found["weights"][0] == found["weights"][1]
+    assert found["activations"][0] == pytest.approx(found["activations"][1], abs=8)  # the loss itself

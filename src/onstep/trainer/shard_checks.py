@@ -11,7 +11,7 @@ from onstep.config import ConfigContainer
 from onstep.distributed import world_size_from_environment
 from onstep.distributed.shards import is_sharded
 from onstep.errors import ConfigError
-from onstep.models.hf.tensor_styles import check_model
+from onstep.models.hf.tensor_styles import check_tensors
 from onstep.optim import check_scalable
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.optimizer_checks import is_object
@@ -36,7 +36,7 @@ def check_shards(trainer: TrainerMethods, config: ConfigContainer) -> None:
     if model is None or overrides(trainer, "_wrap_model"):
         return
     if sizes.tp > 1:
-        check_model(model, sizes.tp)
+        check_tensors(model, sizes.tp)
         _check_optimizer(trainer, model, sizes.tp)
     if sizes.dp_shard == 1:
         return

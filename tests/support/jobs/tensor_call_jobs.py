@@ -10,11 +10,13 @@ from torch import Tensor
 
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.distributed import open_world
-from onstep.distributed.shards import whole
+from onstep.distributed.shards import held_part, whole
 from onstep.errors import ConfigError
+from onstep.metrics import estimate_training_memory
 from onstep.models.heads import create_value_head_hook
 from onstep.models.layers.sequence_context import KeyValueCache
 from onstep.models.transformer import Transformer, build_transformer
+from onstep.training.profiling.live_memory import LiveMemory
 from onstep.training.setup.placement import place
 
 VOCABULARY, LENGTH = 67, 12
@@ -88,3 +90,27 @@ def job_calls(settings: dict[str, Any]) -> dict[str, Any]:
         found["refused"] = str(error)
     world.close()
     return found
+
+
+def job_memory(settings: dict[str, Any]) -> dict[str, list[int]]:
+    """Bytes of weights and activations of a rank, and what is estimated."""
+    config = ConfigContainer(model=ModelConfig(num_layers=2, vocab_size=500, seq_length=128))
+    config.model.hidden_size, config.model.ffn_hidden_size, config.model.num_attention_heads = 128, 512, 4
+    config.train.micro_batch_size, config.optimizer.lr, config.dist.device = 2, 1e-3, "cpu"
+    apply_overrides(config, settings["keys"])
+    world = open_world(config.dist, config.parallel.sizes(2))
+    [model] = place([build_transformer(config.model, seed=0)], world, config)
+    meter, tokens = LiveMemory(250), torch.zeros(2, 128, dtype=torch.int64)
+    weights = [held_part(one) for one in model.parameters()]
+    meter.assign("weights, trained", [*weights, *model.buffers()])
+    meter.assign("data", [tokens])
+    with meter:
+        meter.is_forward = True
+        model(tokens, labels=tokens, reduction="sum").backward()
+    estimate = estimate_training_memory(config, device="cpu")
+    assert estimate is not None
+    world.close()
+    return {
+        "weights": [sum(one.nbytes for one in weights), estimate.trained_weights],
+        "activations": [meter.kept["activations"], estimate.activations],
+    }

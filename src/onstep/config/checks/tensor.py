@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from onstep.config.container import ConfigContainer
 from onstep.config.parallel_sizes import ParallelSizes
-from onstep.config.sections.model import default_ffn_hidden_size
+from onstep.config.sections.model import ModelConfig, default_ffn_hidden_size
 from onstep.config.sections.optimizer import OF_PACKAGES
 from onstep.errors import ConfigError
 
@@ -30,10 +30,10 @@ def check_tensor(config: ConfigContainer, sizes: ParallelSizes) -> None:
                 f"or the size to the ranks that divide each layer."
             )
         return
-    for asked, why, remedy in _undivided(config):
+    for asked, why, remedy in _undivided(config, sizes):
         raise ConfigError(f"{asked} cannot be combined with {_SIZE}={sizes.tp}: {why}; {remedy}.")
     if config.model.hf_config is None and not config.trainer:
-        _check_sizes(config, sizes)
+        check_model_sizes(config.model, sizes.tp)
     elif config.parallel.sequence_parallel:
         raise ConfigError(
             f"{_SEQUENCE}=true divides the sequences of the model of section model only; set it to false for one of "
@@ -42,10 +42,13 @@ def check_tensor(config: ConfigContainer, sizes: ParallelSizes) -> None:
     _check_length(config, sizes)
 
 
-def _undivided(config: ConfigContainer) -> Iterator[tuple[str, str, str]]:
+def _undivided(config: ConfigContainer, sizes: ParallelSizes) -> Iterator[tuple[str, str, str]]:
     """What is asked for that is not supported there, why, and what to do."""
     model, optimizer = config.model, config.optimizer
     to_one = f"or {_SIZE} to 1"
+    if sizes.pp > 1:
+        stages = f"parallel.pipeline_model_parallel_size={sizes.pp}"
+        yield stages, "the layers of a stage are not divided", "set one of them to 1"
     if model.num_moe_experts:
         yield f"model.num_moe_experts={model.num_moe_experts}", "experts are not divided", f"set it to null, {to_one}"
     if model.mtp_num_layers:
@@ -71,27 +74,30 @@ def _undivided(config: ConfigContainer) -> Iterator[tuple[str, str, str]]:
         yield f"peft.base_quantization={config.peft.base_quantization}", why, f"set it to null, {to_one}"
 
 
-def _check_sizes(config: ConfigContainer, sizes: ParallelSizes) -> None:
-    model = config.model
+def check_model_sizes(model: ModelConfig, ranks: int) -> None:
+    """Refuse sizes of the model of section `model` that tensor-parallel ranks do not divide.
+
+    Args:
+        model: its configuration.
+        ranks: the number of ranks.
+
+    Raises:
+        ConfigError: naming the nearest size that divides.
+    """
     heads = model.num_attention_heads
-    for name, number in (
-        ("num_attention_heads", heads),
-        ("num_query_groups", model.num_query_groups or heads),
-        (
-            "ffn_hidden_size",
-            model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, model.gated_linear_unit),
-        ),
-    ):
-        if number % sizes.tp:
-            fits = max(size for size in range(1, sizes.tp) if number % size == 0)
+    ffn = model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, model.gated_linear_unit)
+    groups = model.num_query_groups or heads
+    for name, number in (("num_attention_heads", heads), ("num_query_groups", groups), ("ffn_hidden_size", ffn)):
+        if number % ranks:
+            fits = max(size for size in range(1, ranks) if number % size == 0)
             raise ConfigError(
-                f"model.{name}={number} must be a multiple of {_SIZE}={sizes.tp}, since each rank has as many; the "
+                f"model.{name}={number} must be a multiple of {_SIZE}={ranks}, since each rank has as many; the "
                 f"nearest size that divides it is {fits}."
             )
     vocabulary = model.vocab_size
-    if vocabulary is not None and -(-vocabulary // sizes.tp) * (sizes.tp - 1) >= vocabulary:
+    if vocabulary is not None and -(-vocabulary // ranks) * (ranks - 1) >= vocabulary:
         raise ConfigError(
-            f"model.vocab_size={vocabulary} leaves a rank of {_SIZE}={sizes.tp} without a token; use a smaller size."
+            f"model.vocab_size={vocabulary} leaves a rank of {_SIZE}={ranks} without a token; use a smaller size."
         )
 
 

@@ -11,6 +11,8 @@ from onstep.metrics.memory.storage import Storage, optimizer_bytes, update_bytes
 from onstep.metrics.model_shape import ModelShape
 
 _MIB = 1024**2
+_OF_TOKEN = 8 + 1
+"""Bytes of a token's row of a divided embedding, and of whether it is another rank's."""
 _SUMS_AT_ONCE = 4
 """Buckets that are summed at once after a backward pass: see `distributed/buffered.py`."""
 
@@ -102,7 +104,11 @@ def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int 
         return estimate_of(cfg, whole, storage, micro_batch(shape, cfg, whole, storage), ranks)
     shape = shape.of_rank(tensor_ranks, divides_sequences=cfg.parallel.sequence_parallel)
     counts = WeightCounts.of(shape, getattr(cfg, "peft", None))
-    found = estimate_of(cfg, counts, storage, micro_batch(shape, cfg, counts, storage), ranks)
+    needs = micro_batch(shape, cfg, counts, storage)
+    if not counts.added:  # the embedding keeps which tokens are its own
+        tokens = shape.seq_length * (cfg.train.micro_batch_size or 1)
+        needs = replace(needs, activations=needs.activations + _OF_TOKEN * tokens)
+    found = estimate_of(cfg, counts, storage, needs, ranks)
     return replace(found, num_parameters=whole.total, num_trainable=whole.trained)
 
 

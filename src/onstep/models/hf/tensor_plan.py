@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from onstep.distributed.tensor_parallel import Part, TensorRanks, vocabulary_embedding
 from onstep.distributed.tensor_regions import copied, joined
-from onstep.models.hf.tensor_styles import GATHERED, ROWS_OF_TOKENS, SUMMED, check_model, styles_of
+from onstep.models.hf.tensor_styles import GATHERED, ROWS_OF_TOKENS, SUMMED, styles_of
 
 
 def plan_of(model: nn.Module, ranks: TensorRanks) -> dict[str, Part]:
@@ -23,9 +23,8 @@ def plan_of(model: nn.Module, ranks: TensorRanks) -> dict[str, Part]:
         ranks: the ranks that divide it.
 
     Raises:
-        ConfigError: as `check_model`.
+        ConfigError: for a model without a plan.
     """
-    check_model(model, ranks.size)
     styles = styles_of(model)
     plan: dict[str, Part] = {}
     shared = _shared(model)

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from onstep.config.checks.tensor import check_model_sizes
 from onstep.errors import ConfigError
+from onstep.models.transformer import Transformer
 
 _SIZE = "parallel.tensor_model_parallel_size"
 _FORM = '{"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"}'
@@ -48,6 +50,29 @@ def styles_of(model: nn.Module) -> dict[str, str]:
             f"linear layers, as model._tp_plan = {_FORM}, or set the size to 1."
         )
     return found
+
+
+def check_tensors(model: nn.Module, ranks: int) -> None:
+    """Refuse a model that tensor-parallel ranks cannot divide: by its plan, or for that of section `model` by its sizes.
+
+    Args:
+        model: any module.
+        ranks: the number of ranks.
+
+    Raises:
+        ConfigError: naming the size, the style, or the form of a plan.
+    """
+    own = [module for module in model.modules() if isinstance(module, Transformer)]
+    if len(own) != 1:
+        check_model(model, ranks)
+        return
+    check_model_sizes(own[0].config, ranks)
+    for asked in ("num_moe_experts", "mtp_num_layers"):
+        if getattr(own[0].config, asked):
+            raise ConfigError(
+                f"model.{asked}={getattr(own[0].config, asked)} cannot be combined with {_SIZE}={ranks}: those modules "
+                f"are not divided; set it to null, or {_SIZE} to 1."
+            )
 
 
 def check_model(model: nn.Module, ranks: int) -> None:

@@ -12,6 +12,7 @@ from onstep.distributed.fully_sharded import check_alike
 from onstep.distributed.tensor_parallel import TensorRanks, divide
 from onstep.errors import ConfigError
 from onstep.models.hf.tensor_plan import plan_of as by_own_plan
+from onstep.models.hf.tensor_styles import check_tensors
 from onstep.models.tensor_plan import plan_of, share_out
 from onstep.models.transformer import Transformer
 
@@ -52,6 +53,7 @@ def divide_tensors(chunk: nn.Module, world: World, config: ConfigContainer) -> N
             )
         return
     own = [(name, module) for name, module in chunk.named_modules() if isinstance(module, Transformer)]
+    check_tensors(chunk, ranks.size)
     check_alike(chunk, world)
     if len(own) == 1:
         [(prefix, model)] = own

@@ -8,8 +8,10 @@ from typing import Any
 from layout_names import IN_BF16, Layout, Variant
 from layout_rows import LENGTH, ROWS, VOCABULARY
 
-_COLUMNS = ("embedding", "output", "query", "key", "value", "gate", "up")
-_COLUMNS += ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_COLUMNS = (
+    *("embedding", "output", "query", "key", "value", "gate", "up"),
+    *("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+)
 """Modules that are divided by outputs; among them is the output of the model, but not that of an attention."""
 _SMALL = 512
 

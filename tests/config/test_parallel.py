@@ -285,3 +285,12 @@ def test_what_tensor_parallel_ranks_cannot_divide_is_refused_by_name(values: dic
     with pytest.raises(ConfigError, match=said) as refused:
         validate(config, 4)
     assert "\n" not in str(refused.value)
+
+
+def test_a_distributed_optimizer_of_one_rank_of_data_divides_nothing() -> None:
+    run = {"train": {"train_iters": 10, "micro_batch_size": 2}, "optimizer": {"lr": 1e-3}, "model": SMALL}
+    run |= {"dataset": {"seq_length": 32}}
+    config = from_dict(run | {"parallel": {TENSOR: 2}, "ddp": {"use_distributed_optimizer": True}})
+    assert resolve(config, 2).parallel_sizes(2) == ParallelSizes(tp=2)
+    with pytest.raises(ConfigError, match="use_distributed_optimizer=true cannot be combined with"):
+        validate(config, 4)

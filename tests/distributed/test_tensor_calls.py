@@ -47,3 +47,14 @@ def test_a_rank_holds_the_weights_and_keeps_the_activations_that_are_estimated(
     [found, _] = processes.results(JOBS, "memory", tmp_path, {"keys": [IN_TWO, *keys]}, ranks=2)
     assert found["weights"][0] == found["weights"][1]
     assert found["activations"][0] == pytest.approx(found["activations"][1], abs=8)  # the loss itself
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks"), [([], 2), pytest.param(["parallel.data_parallel_shard_size=2"], 4, marks=pytest.mark.slow)]
+)
+def test_a_worker_of_diloco_exchanges_whole_weights(
+    processes: Processes, tmp_path: Path, keys: list[str], ranks: int
+) -> None:
+    settings = {"keys": [IN_TWO, *keys], "ranks": ranks}
+    for found in processes.results(JOBS, "exchanged", tmp_path, settings, ranks=ranks):
+        assert found == [True, True, True]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides
+from onstep.diloco.worker.parameters import Parameters
 from onstep.distributed import open_world
 from onstep.distributed.shards import held_part, whole
 from onstep.errors import ConfigError
@@ -114,3 +115,24 @@ def job_memory(settings: dict[str, Any]) -> dict[str, list[int]]:
         "weights": [sum(one.nbytes for one in weights), estimate.trained_weights],
         "activations": [meter.kept["activations"], estimate.activations],
     }
+
+
+def job_exchanged(settings: dict[str, Any]) -> list[bool]:
+    """Whether a worker of DiLoCo reads the whole weights on rank 0, and writes all of them."""
+    config = ConfigContainer(model=ModelConfig(vocab_size=VOCABULARY, seq_length=LENGTH))
+    config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 1, 16, 4
+    config.dist.device = "cpu"
+    apply_overrides(config, settings["keys"])
+    world = open_world(config.dist, config.parallel.sizes(settings["ranks"]))
+    alone = dict(build_transformer(config.model, seed=0).named_parameters())
+    [model] = place([build_transformer(config.model, seed=0)], world, config)
+    parameters = Parameters([model], world)
+    read, own = parameters.whole(), parameters.read(alone)
+    parameters.write(list(alone), lambda name: own[name] * 2)
+    written = {name: whole(one.detach()) for name, one in model.named_parameters()}
+    world.close()
+    return [
+        set(read) == (set(alone) if world.rank == 0 else set()),
+        all(torch.equal(one, alone[name]) for name, one in read.items()),
+        all(torch.equal(one, alone[name] * 2) for name, one in written.items()),
+    ]

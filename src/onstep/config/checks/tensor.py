@@ -57,7 +57,7 @@ def _undivided(config: ConfigContainer, sizes: ParallelSizes) -> Iterator[tuple[
     if model.fused_linear_loss:
         why = "its kernel computes the losses of a whole vocabulary"
         yield "model.fused_linear_loss=true", why, "set it to false: model.chunked_loss needs no more memory"
-    if config.ddp.use_distributed_optimizer:
+    if config.ddp.use_distributed_optimizer and sizes.data > 1:
         why = "ranks divide the updates of whole parameters"
         remedy = "set it to false in ddp and optimizer, and parallel.data_parallel_shard_size=-1 to divide the state"
         yield "ddp.use_distributed_optimizer=true", why, remedy

@@ -141,7 +141,7 @@ def test_two_trials_at_once_are_those_of_one_after_another_and_the_same_call_fin
 def test_a_trial_that_fails_is_named_and_trained_by_the_next_call(cluster: RayCluster, tmp_path: Path) -> None:
     code, said = start(cluster, tmp_path, fails=True)
     assert code == 1
-    assert "OnstepError: 1 trials have failed; the first is run-1: RuntimeError: out of luck" in said
+    assert "OnstepError: 1 of the trials failed; the first is run-1: RuntimeError: out of luck; the same call" in said
     found = searched(cluster, tmp_path)
     assert [one["step"] for one in found["trials"]] == [STEPS] * 3
     assert {count for step, count in steps_of(tmp_path).items() if not step.startswith("run-1 ")} == {1}

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,8 @@ LOCK = ".search.lock"
 _OWN = ("run_or_experiment", "config", "num_samples", "resume", "resume_config", "restore", "metric", "mode")
 """Parameters of `tune.run` that the search itself passes, or does not need."""
 _REFUSED = (HyperBandScheduler, PopulationBasedTraining, PopulationBasedTrainingReplay)
+_NAMED = re.compile(r"[\w.]+: ")
+"""An error in a traceback, not a note of it."""
 _ENDS_EARLY = ("time_budget_s", "stop", "fail_fast")
 """Keywords by which a search may end before all trials have."""
 
@@ -198,11 +201,12 @@ def sample_of(space: Any) -> object:
 def _failures(error: TuneError) -> str:
     """Which trials have failed, and how the first did."""
     failed: list[Trial] = next((one for one in error.args if isinstance(one, list)), [])
-    reasons = [(one, one.get_error()) for one in failed]
-    trial, reason = next(((one, why) for one, why in reasons if why is not None), (None, error))
-    text = named_text(getattr(reason, "cause", None) or reason).splitlines()[0]
-    first = "" if trial is None else f"; the first is {trial.custom_trial_name}"
+    if not failed:
+        return str(error)
+    tracebacks = ((one.custom_trial_name, one.get_error()) for one in failed)
+    name, text = next(((name, text) for name, text in tracebacks if text), ("unknown", str(error)))
+    reason = next((line for line in reversed(text.splitlines()) if _NAMED.match(line)), text.splitlines()[-1])
     return (
-        f"{len(failed)} trials have failed{first}: {text}; the same call continues them, and with "
+        f"{len(failed)} of the trials failed; the first is {name}: {reason}; the same call continues them, and with "
         f"raise_on_failed_trial=False the search returns the best of the others."
     )

@@ -49,7 +49,8 @@ class Averages:
 
     def piece(self, spec: ParameterSpec, start: int, size: int, dtype: torch.dtype) -> Tensor:
         """Elements of the average of a parameter, flat, from `start` on; free to use until the next call."""
-        total, work = self.work(dtype)[:, :size]
+        memory = self.work(dtype)[:, :size]
+        total, work = memory[0], memory[1]
         for number, (one, share) in enumerate(self._shares):
             value = decode_part(one.encoded, spec, one.codec, start, work)
             if number:

@@ -53,7 +53,7 @@ def styles_of(model: nn.Module) -> dict[str, str]:
 
 
 def check_tensors(model: nn.Module, ranks: int) -> None:
-    """Refuse a model that tensor-parallel ranks cannot divide: by its plan, or for that of section `model` by its sizes.
+    """Refuse a model that tensor-parallel ranks cannot divide: by its plan, or by its sizes if it is a `Transformer`.
 
     Args:
         model: any module.

@@ -31,12 +31,15 @@ def tokens_of(length: int) -> Tensor:
 def _documents(model: Transformer) -> Tensor:
     ids = torch.tensor([0] * 5 + [1] * 3 + [2] * 4).expand(3, LENGTH)
     tokens = tokens_of(LENGTH)
-    return model(tokens, tokens.roll(-1, 1), document_ids=ids).sum()
+    losses: Tensor = model(tokens, tokens.roll(-1, 1), document_ids=ids)
+    return losses.sum()
 
 
 def _positions(model: Transformer) -> Tensor:
     tokens = tokens_of(LENGTH)
-    return model(tokens, tokens, position_ids=torch.arange(LENGTH).flip(0).expand(3, LENGTH), reduction="sum")
+    positions = torch.arange(LENGTH).flip(0).expand(3, LENGTH)
+    total: Tensor = model(tokens, tokens, position_ids=positions, reduction="sum")
+    return total
 
 
 def _hidden(model: Transformer) -> Tensor:
@@ -45,7 +48,8 @@ def _hidden(model: Transformer) -> Tensor:
 
 
 def _values(model: Transformer) -> Tensor:
-    return model(tokens_of(LENGTH)).square().sum()
+    values: Tensor = model(tokens_of(LENGTH))
+    return values.square().sum()
 
 
 def _generated(model: Transformer) -> Tensor:
@@ -82,7 +86,7 @@ def job_calls(settings: dict[str, Any]) -> dict[str, Any]:
         [model] = place([model], world, config)
         result = call(model)
         if result.requires_grad:
-            result.backward()
+            torch.autograd.backward(result)
         grads = {one: whole(p.grad).norm().item() for one, p in model.named_parameters() if p.grad is not None}
         found[name] = [result.detach().double().flatten().tolist(), grads]
     try:

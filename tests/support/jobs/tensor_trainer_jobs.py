@@ -62,12 +62,13 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
         trainer.train(resume_from_checkpoint=one.get("resumes"))
     except ConfigError as error:
         return {"refused": str(error)}
+    predictions: Any = trainer.predict(Rows(3)).predictions
     logged = [record for record in trainer.state.log_history if "grad_norm" in record]
     found = {
         "losses": [record["loss"] for record in logged],
         "norms": [record["grad_norm"] for record in logged],
         "evaluated": trainer.evaluate()["eval_loss"],
-        "predicted": float(trainer.predict(Rows(3)).predictions.mean()),
+        "predicted": float(predictions.mean()),
     }
     trainer.save_model(one["directory"] + "/final")
     return found

@@ -295,6 +295,7 @@ ONE_DOOR = {
     ),
     "train.torch_compile": "a Trainer compiles for the time of a run, pretrain where it places the model",
     "parallel.data_parallel_shard_size": "pretrain looks for blocks in shards before it builds the model",
+    "parallel.tensor_model_parallel_size": "pretrain looks for the plan of a model before it builds it",
     "optimizer.optimizer": "pretrain looks for the package of an optimizer before it builds the model",
     **dict.fromkeys(
         (

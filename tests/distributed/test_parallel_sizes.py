@@ -26,7 +26,7 @@ JOBS = "tests.support.jobs.parallel_jobs"
             3,
             r"parallel.data_parallel_shard_size\S*=2 does not divide the 3 ranks of this run",
         ),
-        ({"tensor_model_parallel_size": 2}, 2, r"parallel.tensor_model_parallel_size\S*=2 must be 1: tensor"),
+        ({"context_parallel_size": 2}, 2, r"parallel.context_parallel_size\S*=2 must be 1: "),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_on_all_ranks_before_any_group_is_made(
@@ -44,7 +44,7 @@ def test_sizes_that_cannot_be_are_refused_on_all_ranks_before_any_group_is_made(
             error, has_group = found[way]
             assert re.search(said, error), (way, error)
             assert not has_group, way
-        if "tensor" in said:  # a state made by hand, whose world is this process alone
+        if "context" in said:  # a state made by hand, whose world is this process alone
             assert re.search(said, found["through_train"][0])
 
 

@@ -351,7 +351,9 @@ def test_what_a_rollback_must_not_undo_is_carried_into_the_loaded_progress() -> 
     left = TrainState(step=15, epoch=2, samples_in_epoch=12, steps_in_epoch=3, consumed_train_samples=60)
     left.skip_list, left.num_skips, left.num_rollbacks = [[1, 7], [2, 3]], 4, 1
     left.overrides = {"log_interval": 3, "lr_factor": 0.5}
-    rollback = RollBack.at(left, Request("rollback", "anomaly gate", ""), factor=0.5)
+    run = small_state(train_iters=9)
+    run.train_state, run.cfg.anomaly.rollback_lr_factor = left, 0.5
+    rollback = RollBack.at(run, Request("rollback", "anomaly gate", ""))
     left.epoch = 9  # the loop goes on with the same object
     loaded = TrainState(step=10, epoch=1, samples_in_epoch=20, consumed_train_samples=40, skipped_train_samples=4)
     loaded.overrides = {"eval_interval": 5}
@@ -366,14 +368,14 @@ def test_what_a_rollback_must_not_undo_is_carried_into_the_loaded_progress() -> 
 
 
 def test_rollbacks_are_counted_over_loads_of_older_states_and_bounded(tmp_path: Path) -> None:
-    state, watch = made_watch(max_rollbacks=2)
+    state, watch = made_watch(max_rollbacks=2, rollback_lr_factor=0.5)
     state.run_dir = RunDir(tmp_path)
     old_watch, old_progress = watch.state_dict(), copy.deepcopy(state.train_state)
     for count in (1, 2):
         request, left = Request("rollback", "anomaly gate", "", f"spike {count}"), state.train_state
         left.step, left.num_rollbacks = 5 + count, left.num_rollbacks + 1
         watch.before_rollback(left.step, request)
-        rollback = RollBack.at(left, request, 0.5)
+        rollback = RollBack.at(state, request)
         state.train_state = copy.deepcopy(old_progress)
         watch.load_state_dict(old_watch)
         rollback.carry_over(state.train_state)

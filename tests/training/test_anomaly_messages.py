@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from onstep.events import Request
-from onstep.train_state import TrainState
 from onstep.training.anomalies.anomaly import too_many
 from onstep.training.stages.actions import RollBack
+from tests.support.small_runs import small_state
 
 
 def test_long_lists_of_samples_are_cut_to_twelve_and_a_count() -> None:
@@ -24,6 +24,8 @@ def test_a_list_of_twelve_is_shown_whole() -> None:
 
 def test_a_rollback_without_a_checkpoint_cuts_them_too() -> None:
     request = Request("rollback", "anomaly gate", "", f"non-finite loss: sample ids {list(range(30))}", 0, {})
-    message = str(RollBack.at(TrainState(step=5), request, 1.0).impossible())
+    run = small_state(train_iters=9)
+    run.train_state.step = 5
+    message = str(RollBack.at(run, request).impossible())
     assert "10, 11, ... and 18 more]" in message
     assert "29" not in message

@@ -169,11 +169,10 @@ class MemoryCheckpoints:
             if self._on_kept is not None:
                 self._on_kept(pending.request)
 
-    def close(self, *, removes: bool) -> None:
-        """Release threads, groups and buffers; not collective. A single rank keeps a pending state, several abandon it.
+    def close(self) -> None:
+        """Release threads, groups and buffers; not collective.
 
-        Args:
-            removes: delete what this node has: nobody continues from it.
+        A single rank keeps a pending state, several abandon it.
         """
         leave_one(self._aside.control_group, waits=self._pending is None)  # else others may have ended
         if self._writer is not None:
@@ -182,7 +181,10 @@ class MemoryCheckpoints:
             attempt(partial(self._commit, self._pending))
         self._pending = None
         self._buffers.release()
-        if removes and self._acts_for_node:
+
+    def remove(self) -> None:
+        """Delete what this node has, when nobody continues from it; not collective."""
+        if self._acts_for_node:
             shutil.rmtree(self._memory.directory, ignore_errors=True)
 
     def _begin(self, request: SaveRequest) -> _Pending:

@@ -105,7 +105,7 @@ def job_together(settings: dict[str, Any]) -> dict[str, Any]:
                 nodes.checkpoints.finalize()
                 nodes.lose(lost)
                 found[f"without {lost}, async {is_async}"] = nodes.found()
-            nodes.checkpoints.close(removes=False)
+            nodes.checkpoints.close()
         nodes = Nodes(world, Path(settings["memory"]))
         found["other line"] = [nodes.checkpoints.newest, nodes.found(lambda manifest: manifest.extra["line"] == "b")]
         nodes.save(3)
@@ -116,7 +116,8 @@ def job_together(settings: dict[str, Any]) -> dict[str, Any]:
         found["two lost"] = nodes.found()
         nodes.save(5)
         found["no space"] = without_space(nodes)
-        nodes.checkpoints.close(removes=True)
+        nodes.checkpoints.close()
+        nodes.checkpoints.remove()
         found["left"] = [nodes.memory.directory.exists()]
         os.environ["GROUP_RANK"] = str(RANK)
         found["same memory"] = outcome(lambda: open_node_memory(world, Path(settings["memory"]), "shared"))

@@ -15,9 +15,12 @@ from torch import nn
 
 from onstep import CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer, DistributedInitConfig
+from onstep.config.checks import parallel
 from onstep.distributed import ParallelSizes, World, data_parallel, open_world
 from onstep.optim import TrainingOptimizer
+from onstep.trainer import shard_checks
 from onstep.training import GlobalState, evaluate, train
+from onstep.training.setup import model_and_data, placement
 from tests.support.jobs.rank_jobs import Regression, TinyModel, recorder
 from tests.support.small_configs import small_pretrain_config
 from tests.support.small_runs import LENGTH, RaggedRows, stack, sum_step
@@ -91,7 +94,10 @@ def mesh_of_two(world: World) -> list[list[int]]:
 
 
 def divide(tp: int) -> None:
-    """Give every run of this process ranks along tp, each `tp` of which have the same samples and the whole model."""
+    """Give every run of this process ranks along tp, each `tp` of which have the same samples and the whole model.
+
+    The model stays whole, so that the numbers are those of one rank to the bit.
+    """
 
     def sizes(num_ranks: int) -> ParallelSizes:
         return ParallelSizes(dp_replicate=num_ranks // tp, tp=tp)
@@ -100,6 +106,9 @@ def divide(tp: int) -> None:
     there = TrainingArguments.parallel_sizes.fget
     assert there is not None
     TrainingArguments.parallel_sizes = property(lambda self: sizes(there(self).ranks))  # type: ignore[assignment,method-assign]
+    parallel.check_tensor = shard_checks.check_tensors = shard_checks._check_optimizer = lambda *given: None  # type: ignore[assignment]
+    model_and_data.is_divided = lambda config, world: False  # type: ignore[assignment]
+    placement._in_tensors = lambda chunks, world, config, ddp, weights: data_parallel(chunks, world, ddp)  # type: ignore[assignment]
 
 
 def job_pretrain(settings: dict[str, Any]) -> dict[str, Any]:

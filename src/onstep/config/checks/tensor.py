@@ -89,7 +89,7 @@ def check_model_sizes(model: ModelConfig, ranks: int) -> None:
     groups = model.num_query_groups or heads
     for name, number in (("num_attention_heads", heads), ("num_query_groups", groups), ("ffn_hidden_size", ffn)):
         if number % ranks:
-            fits = max(size for size in range(1, ranks) if number % size == 0)
+            fits = max(size for size in range(1, min(ranks, number + 1)) if number % size == 0)
             raise ConfigError(
                 f"model.{name}={number} must be a multiple of {_SIZE}={ranks}, since each rank has as many; the "
                 f"nearest size that divides it is {fits}."

@@ -6,7 +6,6 @@ import copy
 import inspect
 import logging
 import os
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -149,7 +148,7 @@ class RaySweep:
         place = Place(self._root, Path.cwd(), self._stopped_by())
         try:
             return tune.with_parameters(RayTrial, trainer=self._trainer, place=place)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
+        except Exception as error:  # what cannot be pickled raises errors of many types
             reason = named_text(error.__cause__ or error).splitlines()[0]
             raise ConfigError(
                 f"backend='ray' sends the Trainer to other processes, which fails ({reason}); open files, connections "

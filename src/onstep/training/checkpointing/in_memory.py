@@ -169,9 +169,11 @@ class StateInMemory:
             saved: the step of the newest checkpoint on the disk, if this process knows of one.
             is_over: whether the run is finished and saved.
         """
-        newest = self._checkpoints.newest
+        self._checkpoints.close()
+        newest = self._checkpoints.newest  # perhaps one that was pending until now
         is_older = newest is None or (saved is not None and newest <= saved)
-        self._checkpoints.close(removes=self._line is not None and (is_over or is_older))
+        if self._line is not None and (is_over or is_older):
+            self._checkpoints.remove()
         self._memory.remove_if_empty()  # of a start that was refused
         if is_over and self._run.world.is_main:
             self._note.unlink(missing_ok=True)

@@ -44,12 +44,16 @@ def furthest(own: list[float], reference: list[float]) -> float:
 
 
 def check(processes: Processes, directory: Path, wanted: list[Row], steps: int) -> None:
-    """Loss and norm are those of one process, and the same on all ranks."""
+    """Loss and norm are those of one process, and the same on all ranks.
+
+    In float32, another order of sums grows from step to step: most in the norm, where the embeddings are tied.
+    """
     single = alone(processes, directory, wanted, steps)
     for (keys, options), ranks, one in zip(wanted, results(processes, directory, wanted, steps), single, strict=True):
         bound = 1e-10 if options.get("dtype") == "float64" else 1e-5
         for name in ("losses", "norms"):
-            assert furthest(ranks[0][name], one[name]) <= bound, (keys, name)
+            wider = 10 if name == "norms" and bound == 1e-5 else 1
+            assert furthest(ranks[0][name], one[name]) <= wider * bound, (keys, name)
             assert all(other[name] == ranks[0][name] for other in ranks), (keys, name)
         assert ranks[0]["zeros"] == one["zeros"], keys
         assert furthest(ranks[0]["weights"], one["weights"]) <= 10 * bound, keys
@@ -171,7 +175,7 @@ def test_a_pipeline_resumed_at_any_step_is_the_run_that_nobody_stopped(
     processes: Processes, tmp_path: Path, is_async: bool
 ) -> None:
     keys = [*row("Interleaved1F1B", TWO)[0], f"checkpoint.async_save={str(is_async).lower()}"]
-    keys += ["checkpoint.save_interval=1", "checkpoint.save_total_limit=null"]
+    keys += ["checkpoint.save_interval=1"]
     whole = pretrained(processes, tmp_path, "whole", 2, *keys)
     for step in range(1, 5):
         before = pretrained(processes, tmp_path, f"at-{step}", 2, *keys, f"train.exit_interval={step}")

@@ -151,7 +151,8 @@ def measure(parameters: int, repetitions: int, parent: str, memory: str) -> None
         report(clock, sizes, world.size)
     later.close()
     for states in in_memory.values():
-        states.close(removes=True)
+        states.close()
+        states.remove()
     world.close()
 
 

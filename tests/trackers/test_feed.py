@@ -510,6 +510,7 @@ def test_files_that_cannot_grow_for_a_while_are_whole_in_the_end(most: int, run:
         feeds = [run.feed(make_tracker(name)) for name in ("csv", "tensorboard")]
         while not all(feed.is_broken for feed in feeds):
             time.sleep(0.01)
+        time.sleep(0.5)  # each then tries whether only one line is refused: it would be, if the limit ended meanwhile
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     for feed in feeds:

@@ -114,6 +114,8 @@ class Passes:
 
     def _run(self, work: Callable[[], object]) -> None:
         """Do the work; what a pass raised comes as it was."""
+        for stage in self._stages:
+            stage.call.error = None
         try:
             work()
         except Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from onstep import CallbackManager, JsonLogger, pretrain
 from onstep.checkpoint import checkpoints
+from onstep.checkpoint.saving import write_durably
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.errors import CheckpointError, RunExistsError
 from onstep.record import read_records, without_wall_clock
@@ -92,7 +94,14 @@ def test_it_may_die_with_every_kind_of_run(make: Make, words: str) -> None:
 
 
 @IN_MEMORY
-def test_the_newest_state_is_in_memory_until_the_run_is_over(make: Make, tmp_path: Path) -> None:
+def test_the_newest_state_is_in_memory_until_the_run_is_over(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_slowly(*given: Any) -> Any:  # so that the state of step 6 is not written yet when the run dies
+        time.sleep(1.0)
+        return write_durably(*given)
+
+    monkeypatch.setattr("onstep.checkpoint.memory_checkpoints.write_durably", write_slowly)
     words = ("checkpoint.save_interval=4", "checkpoint.non_persistent_save_interval=3", "checkpoint.async_save=true")
     config = make("kept", *words, "checkpoint.non_persistent_place=memory")
     start(config, dies_at=("on_step_end", 8))

@@ -138,6 +138,10 @@ def test_numbers_of_micro_batches_are_those_that_torch_runs() -> None:
         ({"checkpoint__certify": True}, r"^checkpoint.certify=true is not supported with"),
         ({"model__num_moe_experts": 4}, r"^model.num_moe_experts=4 is not supported with"),
         ({"optimizer__optimizer": "muon"}, r"^optimizer.optimizer=muon is not .*; set it to adam or adamw"),
+        (
+            {"model__recompute_granularity": "selective", "parallel__pipeline_schedule": "DualPipeV"},
+            r"^model.recompute_granularity=selective is not .*=DualPipeV, which goes back .* twice; set it to full, or",
+        ),
         ({"mixed_precision": "fp16_mixed"}, r"^mixed_precision=fp16_mixed is not supported .* null or bf16_mixed"),
     ],
 )  # fmt: skip

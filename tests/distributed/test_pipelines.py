@@ -14,6 +14,7 @@ from tests.support.forked_processes import Processes
 pytestmark = pytest.mark.distributed
 
 JOBS = "tests.support.jobs.pipeline_jobs"
+DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
 TIED, TWO = "model.share_embeddings_and_output_weights=true", "parallel.virtual_pipeline_model_parallel_size=2"
 Row = tuple[list[str], dict[str, Any]]
 
@@ -154,11 +155,11 @@ def test_a_pipeline_is_evaluated_as_one_process_and_continues_there_and_back(
     processes: Processes, tmp_path: Path
 ) -> None:
     """Two ranks, then one, then two with another schedule: the loss curve, the evaluations and the final weights."""
-    one = pretrained(processes, tmp_path, "one", 1)
+    one = pretrained(processes, tmp_path, "one", 1, *DROPOUT)
     pieces = [
-        pretrained(processes, tmp_path, "there", 2, *row("1F1B")[0], "train.exit_interval=2"),
-        pretrained(processes, tmp_path, "there", 1, "train.exit_interval=4"),
-        pretrained(processes, tmp_path, "there", 2, *row("ZBVZeroBubble")[0]),
+        pretrained(processes, tmp_path, "there", 2, *row("1F1B", *DROPOUT)[0], "train.exit_interval=2"),
+        pretrained(processes, tmp_path, "there", 1, *DROPOUT, "train.exit_interval=4"),
+        pretrained(processes, tmp_path, "there", 2, *row("ZBVZeroBubble", *DROPOUT)[0]),
     ]
     for name in ("losses", "norms", "evaluated"):
         there = [value for piece in pieces for value in piece[name]]

@@ -59,8 +59,15 @@ def test_a_run_continues_to_the_bit_and_in_one_process_with_the_masks_of_one_pro
     )
     assert whole[0] == whole[1], "ranks draw the same numbers, and know the same losses"
     runs.copy("part", "one")
-    (one, whole_of_one) = runs.train({"how": "one", "run": "one"}, {"how": "one", "run": "whole-one"}, ranks=1)
-    [rest] = runs.train({"how": how, "run": "part", "keys": ["checkpoint.async_save=true"]})
+    there = {"run": "there", "keys": UNTIL_2}
+    (one, whole_of_one, _) = runs.train(
+        {"how": "one", "run": "one"}, {"how": "one", "run": "whole-one"}, {"how": "one", **there}, ranks=1
+    )
+    [rest, from_one] = runs.train(
+        {"how": how, "run": "part", "keys": ["checkpoint.async_save=true"]}, {"how": how, "run": "there"}
+    )
+    assert is_close(from_one[0], whole[0], 2)
+    assert from_one[0]["random"] == from_one[1]["random"] == whole[0]["random"][2:]
     assert is_rest(rest[0], whole[0], 2)
     assert rest[0]["evaluated"] == whole[0]["evaluated"][1:]
     assert is_close(one[0], whole[0], 2)

@@ -45,6 +45,23 @@ def test_stages_compute_what_the_whole_model_does(options: dict[str, Any], count
     assert list(stages[0].whole_shapes) == list(names)
 
 
+@pytest.mark.parametrize("documents", [[], [4, 5], [100, 160, 40]])
+def test_stages_drop_what_the_whole_model_does_of_each_micro_batch(documents: list[int]) -> None:
+    whole = whole_of(hidden_dropout=0.2, attention_dropout=0.3, seq_length=300)
+    length = sum(documents) or 9
+    tokens = torch.randint(0, 67, (2, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents)).expand(2, -1) if documents else None
+    torch.manual_seed(7)
+    expected = [whole(tokens, tokens, reduction="sum", document_ids=ids) for _ in range(2)]
+    hidden: list[Any] = [None, None]
+    for stage in [stage for seat in seats(1, 2, 1) for stage in cut(whole, [seat])]:
+        torch.manual_seed(7)
+        for number in range(2):
+            stage.set_input_tensor(hidden[number])
+            hidden[number] = stage(tokens, tokens, reduction="sum", document_ids=ids)
+    assert torch.equal(torch.stack(hidden), torch.stack(expected))
+
+
 def test_the_last_stage_of_a_tied_model_has_a_copy_that_the_first_one_counts() -> None:
     first, last = cut(whole_of(share_embeddings_and_output_weights=True), seats(2, 2)[:1])[0], None
     last = cut(whole_of(share_embeddings_and_output_weights=True), seats(2, 2)[1:])[0]

@@ -24,6 +24,8 @@ class Schedule:
     """How many stages a rank has; `two` in a V: the first rank has the first stage and the last."""
     in_rounds: bool = False
     """Whether the micro-batches must come in rounds of as many as ranks, or a little more."""
+    halves_backward: bool = False
+    """Whether a backward pass has two parts, that of activations and that of weights, with others in between."""
 
     def least(self, ranks: int) -> int:
         """The fewest micro-batches that it runs."""
@@ -47,9 +49,9 @@ SCHEDULES = {
         Schedule("1F1B", "one"),
         Schedule("Interleaved1F1B", "several", in_rounds=True),
         Schedule("LoopedBFS", "several"),
-        Schedule("InterleavedZeroBubble", "several", in_rounds=True),
-        Schedule("ZBVZeroBubble", "two"),
-        Schedule("DualPipeV", "two"),
+        Schedule("InterleavedZeroBubble", "several", in_rounds=True, halves_backward=True),
+        Schedule("ZBVZeroBubble", "two", halves_backward=True),
+        Schedule("DualPipeV", "two", halves_backward=True),
     )
 }
 

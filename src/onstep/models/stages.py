@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from onstep.models.layers.sequence_context import (
     sequence_context,
 )
 from onstep.models.offloading import offloading
+from onstep.models.stage_dropout import Draws, StageDropout
 from onstep.models.transformer import Transformer
 from onstep.models.vocabulary_loss import Reduction
 
@@ -46,6 +48,7 @@ class TransformerStage(Transformer):
             self.embedding.weight.shared = embedding is None  # type: ignore[attr-defined]  # the first stage counts it
         self.position_embedding = whole.position_embedding if seat.is_first else None
         self.dropout, self.rotary = whole.dropout, whole.rotary
+        self.stream = _stream_of(whole, seat)
         self.layers = nn.ModuleList()
         for index in seat.layers:
             self.layers.add_module(str(index), whole.layers[index])
@@ -115,9 +118,10 @@ class TransformerStage(Transformer):
                 f"each micro-batch; call the model once for each in the forward step, and nowhere else."
             )
         self.input_tensor = None
-        if x is None:
-            x = self._embedded(tokens, None, position_ids)
-        with offloading(self, self.config):
+        has_dropout = self.training and self.stream.draws
+        with self.stream.around(tokens, context) if has_dropout else nullcontext(), offloading(self, self.config):
+            if x is None:
+                x = self._embedded(tokens, None, position_ids)
             for index, layer in zip(self.pipeline_seat.layers, self.layers, strict=True):
                 x = self._run_layer(layer, x, context, index)
         normed: Tensor = self.final_norm(x)
@@ -137,6 +141,16 @@ class TransformerStage(Transformer):
             and not getattr(one, "shared", False)
             and not (exclude_embeddings and "embedding." in name)
         )
+
+
+def _stream_of(whole: Transformer, seat: Seat) -> StageDropout:
+    """What a stage and the others draw in a forward pass."""
+    first = Draws((whole.config.hidden_size,) if whole.dropout.p else ())
+    layers = [Draws.of(layer) for layer in whole.layers]
+    own = layers[seat.layers.start : seat.layers.stop]
+    before, after = [first, *layers[: seat.layers.start]], layers[seat.layers.stop :]
+    before, own = ([], [first, *own]) if seat.is_first else (before, own)
+    return StageDropout(before, after, own, seat.stage, seat.num_stages)
 
 
 def cut(whole: Transformer, seats: Sequence[Seat]) -> list[TransformerStage]:

@@ -57,6 +57,11 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
                 f"{key}={_written(value)} is not supported with parallel.pipeline_model_parallel_size={pp}, schedule "
                 f"{schedule.name}; set it to {remedy}, or the size to 1."
             )
+    if config.model.recompute_granularity == "selective" and schedule.halves_backward:
+        raise ConfigError(
+            f"model.recompute_granularity=selective is not supported with parallel.pipeline_schedule={schedule.name}, "
+            f"which goes back through an activation twice; set it to full, or the schedule to 1F1B or Interleaved1F1B."
+        )
     if config.model.num_layers:
         layers_of_stages(parallel, config.model.num_layers)
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size

@@ -81,7 +81,7 @@ class Attention(nn.Module):
         self._layer = layer
         self._head_width = head_width(config)
         self._is_grouped = num_query_groups(config) != config.num_attention_heads
-        self._dropout = config.attention_dropout
+        self.num_heads, self.dropout = config.num_attention_heads, config.attention_dropout
         self._watches_logits = config.log_max_attention_logit
         self.shares: HeadShare | None = None
         """Which heads this rank has, where ranks divide them; None for all."""
@@ -110,7 +110,7 @@ class Attention(nn.Module):
         if self._watches_logits and context.cache is None:
             first = None if documents is None else documents.first
             self.largest_logit = largest_logit(query.detach().transpose(1, 2), key.detach().transpose(1, 2), first)
-        dropout_p = self._dropout if self.training else 0.0
+        dropout_p = self.dropout if self.training else 0.0
         shares = self.shares if dropout_p else None
         if documents is not None:
             with nullcontext() if shares is None else shares.own_stream(query.device):

@@ -23,6 +23,7 @@ from onstep.checkpoint import (
 from onstep.config import ChangeClass
 from onstep.config.differences import of_kind
 from onstep.data import StepSource
+from onstep.distributed.random_streams import draw_alike
 from onstep.errors import CheckpointError
 from onstep.events import Dispatcher, Request
 from onstep.optim import OptimizerParamScheduler
@@ -218,6 +219,7 @@ class RunCheckpoints:
             place_scheduler(scheduler, self.state)  # again: the length of an epoch is now known
         position = DataPosition(reader, self.state)
         self._load(self.start, self.components.position(position, loads=True))
+        draw_alike(self.state.world)
         if not position.is_loaded or self.start.manifest.data_ranks != self.state.world.data.size:
             position.seek()
 

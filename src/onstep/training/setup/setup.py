@@ -67,8 +67,7 @@ def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] =
     check_device_memory(config, world)
     with timers(MODEL_TIMER).measure(barrier=True):
         model = build_model(config, world, state, pre_wrap_hooks)
-        stage_rank = world.rank // (world.sizes.ranks // world.sizes.pp)  # 0 without a pipeline
-        seed_everything(config.rng.seed + world.data.rank + stage_rank * world.data.size)
+        seed_everything(config.rng.seed + world.data.rank)
         trains, iters = not config.validation.skip_train, train_iters(config, world_size=ranks)
         scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
         optimizer = build_optimizer(model, config.optimizer, scaler=scaler, seed=config.rng.seed) if trains else None

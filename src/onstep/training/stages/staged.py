@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,8 @@ class StagedForward:
         self.chunks: list[Any] = [unwrap(chunk) for chunk in model]
         self.width: int = self.chunks[0].config.hidden_size
         self._ends = [getattr(seat_of(chunk), "is_last", True) for chunk in self.chunks]
+        self._starts: dict[int, Tensor] = {}
+        """The state of torch's generator of the CPU when this rank began each micro-batch of a step."""
 
     def passes(self, forward: ChunkForward, **options: Any) -> Passes:
         """The pipeline, whose passes call `forward`. Collective the first time."""
@@ -88,7 +91,7 @@ class StagedForward:
         chunk.set_input_tensor(received)
         handle = None if self._ends[number] else chunk.register_forward_hook(_end)
         try:
-            with run.autocast():
+            with run.autocast(), self._random_numbers(number, index):
                 result = call_forward_step(
                     self._forward_step, micro_batches, batch, chunk, run.train_state.step, **asked
                 )
@@ -110,6 +113,20 @@ class StagedForward:
                 f"whose stages would compute different ones; take it from data_iterator: batch = next(data_iterator)."
             )
         return result if handle is None else self._checked(result, batch)
+
+    @contextmanager
+    def _random_numbers(self, number: int, index: int) -> Iterator[None]:
+        """Let each chunk of this rank begin a micro-batch with the random state with which the first one has."""
+        if number == 0:
+            self._starts[index] = torch.get_rng_state()
+            yield
+            return
+        now = torch.get_rng_state()
+        torch.set_rng_state(self._starts[index])
+        try:
+            yield
+        finally:
+            torch.set_rng_state(now)
 
     def _checked(self, output: object, batch: Batch) -> Tensor:
         expected = (*_tokens(batch).shape, self.width)

@@ -1,0 +1,81 @@
+"""What a model, a run and its data may have in one process, a pipeline has too, with the same figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.forked_processes import Processes
+
+pytestmark = pytest.mark.distributed
+
+JOBS = "tests.support.jobs.stage_feature_jobs"
+DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
+DOCUMENTS = ["dataset.reset_attention_mask=true"]
+LEARNED = ["model.position_embedding_type=learned_absolute"]
+DECAY = ["optimizer.weight_decay=0.1", "scheduler.start_weight_decay=0", "scheduler.end_weight_decay=0.2"]
+RAMP_UP = ["train.rampup_batch_size=[4,4,8]"]
+LONG = ["model.seq_length=256", "dataset.seq_length=256", "train.micro_batch_size=1"]
+TAIL = ["train.train_iters=null", "train.num_epochs=1", "train.drop_last=false", *LONG]
+BF16, QK = "mixed_precision=bf16_mixed", "model.qk_layernorm=true"
+FULL, SELECTIVE = "model.recompute_granularity=full", "model.recompute_granularity=selective"
+ONE, V = "parallel.pipeline_schedule=1F1B", "parallel.pipeline_schedule=ZBVZeroBubble"
+TWO = "parallel.virtual_pipeline_model_parallel_size=2"
+Row = tuple[list[str], str]
+
+
+def trained(processes: Processes, directory: Path, rows: list[Row], ranks: int, *keys: str) -> list[dict[str, Any]]:
+    """What each run found, the same on all ranks."""
+    corpus = directory / "corpus"
+    corpus.mkdir(exist_ok=True)
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    for number, paragraph in enumerate(text.split("\n\n")):
+        (corpus / f"{number:03}.txt").write_text(paragraph)
+    settings = {"corpus": str(corpus), "cache": str(directory / "cache"), "output": str(directory / "runs")}
+    settings |= {"name": f"of-{ranks}", "steps": 5, "keys": [*keys], "rows": rows}
+    [found, *others] = processes.results(JOBS, "runs", directory, settings, ranks=ranks)
+    assert all(repr(other) == repr(found) for other in others)
+    return list(found)
+
+
+def check(processes: Processes, directory: Path, rows: list[Row], ranks: int = 2, *keys: str) -> None:
+    """Losses, norms and evaluations are those of one process, and the run ends as there."""
+    of_one = [([key for key in own if not key.startswith("parallel.")], trouble) for own, trouble in rows]
+    single = trained(processes, directory, of_one, 1)
+    size = f"parallel.pipeline_model_parallel_size={ranks}"
+    for row, there, one in zip(rows, trained(processes, directory, rows, ranks, size, *keys), single, strict=True):
+        assert there["end"] == one["end"], row
+        for name in ("losses", "norms", "evaluated"):
+            assert there[name] == pytest.approx(one[name], rel=1e-5, nan_ok=True), (row, name)
+
+
+def test_what_one_process_trains_with_a_pipeline_does_too(processes: Processes, tmp_path: Path) -> None:
+    """Dropout among documents with recomputation; bfloat16, a ramp-up; the tail of an epoch; NaN in one stage."""
+    rows: list[Row] = [
+        ([*DROPOUT, *DOCUMENTS, *LEARNED, SELECTIVE, TWO], ""),
+        ([*DROPOUT, *RAMP_UP, BF16, QK, FULL, V], ""),
+        (TAIL, ""),
+        (["train.on_nonfinite=skip", *DECAY], "nan"),
+    ]
+    check(processes, tmp_path, rows)
+
+
+@pytest.mark.slow
+def test_each_feature_by_itself(processes: Processes, tmp_path: Path) -> None:
+    alone = [DROPOUT, DOCUMENTS, LEARNED, DECAY, RAMP_UP, TAIL, [BF16], [QK], [FULL], [SELECTIVE]]
+    check(processes, tmp_path, [(keys, "") for keys in alone])
+
+
+@pytest.mark.slow
+def test_three_ranks_drop_what_one_process_does(processes: Processes, tmp_path: Path) -> None:
+    rows: list[Row] = [([*DROPOUT, *DOCUMENTS, FULL], ""), ([*DROPOUT, *TAIL], "")]
+    check(processes, tmp_path, rows, 3, "parallel.pipeline_model_parallel_layout=[1,1,2]")
+
+
+@pytest.mark.slow
+def test_what_ends_or_turns_back_a_run_does_so_on_all_ranks_at_one_step(processes: Processes, tmp_path: Path) -> None:
+    decided = [(f"train.on_nonfinite={way}", "nan") for way in ("stop", "raise", "rollback")]
+    asked = [("train.on_nonfinite=raise", way) for way in ("sigterm", "stop", "rollback")]
+    check(processes, tmp_path, [([key, ONE], trouble) for key, trouble in [*decided, *asked]])

@@ -1,0 +1,72 @@
+"""What the ranks of the tests of a pipeline's features run: `job_*(settings)`."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from contextlib import suppress
+from typing import Any
+
+from onstep import Callback, pretrain
+from onstep.config import apply_overrides
+from onstep.errors import OnstepError
+from tests.support.jobs.pipeline_jobs import Curve, Evaluated
+from tests.support.small_configs import small_pretrain_config
+
+
+class Trouble(Callback):
+    """What happens in step 3 or after it, on the last rank or in one stage."""
+
+    ranks = "all"
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.step = kind, 0
+        self.is_there = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+
+    def on_train_start(self, context: Any) -> None:
+        for chunk in context.model:
+            for name, parameter in chunk.named_parameters():
+                if self.kind == "nan" and name == "layers.0.attention.query.weight":
+                    parameter.register_hook(self._spoiled)
+
+    def _spoiled(self, gradient: Any) -> Any:
+        return gradient * math.nan if self.step == 3 else gradient
+
+    def on_step_begin(self, context: Any) -> None:
+        self.step += 1
+
+    def on_step_end(self, context: Any) -> None:
+        if self.step == 3 and self.is_there:
+            if self.kind == "sigterm":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if self.kind == "stop":
+                context.control.stop("enough")
+            if self.kind == "rollback":
+                context.control.rollback("going wrong")
+
+
+def job_runs(settings: dict[str, Any]) -> list[Any]:
+    """Several runs of `pretrain`, each by its keys and what happens; its curve on this rank, and how it ended."""
+    return [run(settings, number, *row) for number, row in enumerate(settings["rows"])]
+
+
+def run(settings: dict[str, Any], number: int, keys: list[str], trouble: str = "") -> dict[str, Any]:
+    config = small_pretrain_config(settings["corpus"], settings["cache"], layers=4, length=16)
+    config.tokenizer.tokenizer_type, config.model.vocab_size = "bytes", 261
+    config.train.global_batch_size, config.train.micro_batch_size, config.train.train_iters = 8, 2, settings["steps"]
+    config.validation.eval_interval, config.validation.eval_iters = 3, 2
+    config.logger.log_interval, config.checkpoint.save_interval = 1, 2
+    config.run.output_dir, config.run.name = settings["output"], f"{settings['name']}-{number}"
+    apply_overrides(config, ["logger.console=quiet", *settings["keys"], *keys])
+    curve, evaluated, end = Curve(), Evaluated(), ""
+    try:
+        pretrain(config, callbacks=[curve, evaluated, Trouble(trouble)])
+    except SystemExit as left:
+        end = f"exit {left.code}"
+    except OnstepError as error:
+        end = type(error).__name__
+    with suppress(ValueError):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    found = {"losses": curve.losses, "norms": curve.norms, "evaluated": evaluated.found}
+    return {**found, "end": end}

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.distributed
 
 JOBS = "tests.support.jobs.shard_run_jobs"
 RANKS = {"bare": 1, "ddp": 2, "fsdp": 2, "hsdp": 4, "distopt": 2, "mxfp8": 2}
+DIVIDED = {"tp2 sp": 2, "pp2 1F1B": 2, "pp2 ZBV": 2, "fsdp2 x tp2": 4}
+RANKS |= DIVIDED
 STEPS = 6
 
 
@@ -111,9 +113,28 @@ def test_every_step_of_a_run_on_four_two_and_three_ranks_has_its_samples_once(
     assert len({one for _, ids, _ in whole for one in ids}) == 6 * 12, "no sample is there twice"
 
 
-POINTS = [["write", "rank_", 24], ["open", "manifest", 3], ["rename", ".tmp-checkpoint", 3], ["load", "", 12]]
+POINTS = [
+    ["write", "rank_", 24],
+    ["open", "manifest", 3],
+    ["rename", ".tmp-checkpoint", 3],
+    ["load", "", 12],
+    ["pass", "", 60],
+]
 """Where ranks are killed: the operation, its file, and how many such there are at most before."""
+MANY = {"write": 120, "load": 100, "pass": 600}
+"""How many there are of a model of four layers."""
 GONE = "is gone (its process was killed or crashed)"
+PLACES = {
+    "tp2 sp": ["rank 0, tp 0", "rank 1, tp 1"],
+    "fsdp2 x tp2": [f"rank {rank}, tp {rank % 2}, dp_shard {rank // 2}" for rank in range(4)],
+    "pp2 1F1B": ["rank 0, pp 0", "rank 1, pp 1"],
+    "pp2 ZBV": ["rank 0, pp 0", "rank 1, pp 1"],
+}
+"""What a layout calls its ranks, where that is more than their numbers."""
+
+
+def job_of(how: str) -> str:
+    return "divided" if how in DIVIDED else "run"
 
 
 @dataclass
@@ -127,10 +148,11 @@ class Storm:
 
     def strike(self, processes: Processes, directory: Path, settings: dict[str, Any]) -> list[int]:
         """A part of the run; survivors of a kill say which rank is gone."""
-        victim, ranks = settings["killed"], RANKS[settings["how"]]
+        victim, how = settings["killed"], settings["how"]
+        ranks, place = RANKS[how], PLACES.get(how, [f"rank {victim}"] * (victim + 1))[victim]
         printed = [directory / f"rank-{rank}.out" for rank in range(ranks)]
         lengths = [path.stat().st_size if path.exists() else 0 for path in printed]
-        children = processes.start(JOBS, "run", directory, settings, ranks=ranks)
+        children = processes.start(JOBS, job_of(how), directory, settings, ranks=ranks)
         codes = {victim: children[victim].wait()}
         died = time.monotonic()
         codes |= {rank: child.wait() for rank, child in enumerate(children) if rank != victim}
@@ -139,7 +161,7 @@ class Storm:
             self.kills[settings["at"][0], victim > 0] += 1
             for rank, path in enumerate(printed):
                 words = path.read_text()[lengths[rank] :]
-                assert rank == victim or f"rank {victim} {GONE}" in words, words
+                assert rank == victim or f"{place} {GONE}" in words, words
         assert not any(child.is_alive for child in children)
         return [codes[rank] for rank in range(ranks)]
 
@@ -163,16 +185,18 @@ class Storm:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("how", "kills"),
-    [("ddp", 60), ("fsdp", 60), ("hsdp", 60), ("distopt", 60), ("mxfp8", 10)],
+    [("ddp", 60), ("fsdp", 60), ("hsdp", 60), ("distopt", 60), ("mxfp8", 10), *((how, 60) for how in DIVIDED)],
     ids=str,
 )
 def test_a_storm_of_kills_changes_nothing(processes: Processes, tmp_path: Path, how: str, kills: int) -> None:
     ranks, pick, directory, storm = RANKS[how], random.Random(how), tmp_path / "run", Storm()
-    [whole, *_] = processes.results(JOBS, "run", tmp_path / "whole", {"how": how, "steps": STEPS}, ranks=ranks)
+    untouched = {"how": how, "steps": STEPS}
+    whole = processes.results(JOBS, job_of(how), tmp_path / "whole", untouched, ranks=ranks)
     ends = 0
     while storm.kills.total() < kills:
         rarest = sorted(POINTS, key=lambda point: storm.points[str(point[0])])
         kind, name, most = rarest[pick.randrange(2)]
+        most = MANY.get(kind, most) if how in DIVIDED else most
         rank = 0 if kind in ("open", "rename") or pick.random() < 0.1 else pick.randrange(1, ranks)
         there = checkpoints(directory / "checkpoints")
         settings = {"how": how, "steps": STEPS, "async": pick.random() < 0.7, "killed": rank}
@@ -182,10 +206,11 @@ def test_a_storm_of_kills_changes_nothing(processes: Processes, tmp_path: Path, 
             verify(info.path)
         if codes == [0] * ranks:
             ends += 1
-            for result in directory.glob("result-*.json"):
-                found = json.loads(result.read_text())
-                assert found["digests"] == whole["digests"], storm
-                assert found["losses"] == whole["losses"][STEPS - len(found["losses"]) :], storm
+            for rank, of_rank in enumerate(whole):
+                found = json.loads((directory / f"result-{rank}.json").read_text())
+                assert found["digests"] == of_rank["digests"], storm
+                assert found["losses"] == of_rank["losses"][STEPS - len(found["losses"]) :], storm
+                assert found["norms"] == of_rank["norms"][STEPS - len(found["norms"]) :], storm
             shutil.rmtree(directory)
         else:
             assert -9 in codes, output_of(directory)

@@ -132,35 +132,43 @@ def optimizer_of(model: list[nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=3e-3)
 
 
-def run_row(keys: list[str], options: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train, by `train()`; what this rank found."""
-    config = config_of(keys, steps)
-    world = open_world(config.dist, config.parallel_sizes(options.get("ranks", 1)))
-    whole: nn.Module = build_transformer(config.model, seed=0)
-    chunks = [whole.to(getattr(torch, options.get("dtype", "float32")))]
+def divided(
+    config: ConfigContainer, ranks: int, *, dtype: str = "float32", seed: int = 0
+) -> tuple[list[nn.Module], GlobalState, TrainLoader]:
+    """This rank's chunks of the model, on the layout of the configuration, and its rows."""
+    world = open_world(config.dist, config.parallel_sizes(ranks))
+    whole: nn.Module = build_transformer(config.model, seed=seed)
+    chunks = [whole.to(getattr(torch, dtype))]
     if world.sizes.pp > 1:
         chunks = cut_into_stages(chunks, config, world)
     chunks = place(chunks, world, config)
-    count = ROWS // config.train.micro_batch_size // world.data.size  # type: ignore[operator]
-    state = GlobalState(config, num_microbatches=count, world=world)
+    micro = config.train.micro_batch_size or 1
     loader = TrainLoader(
         Ragged(),
-        micro_batch_size=config.train.micro_batch_size or 1,
+        micro_batch_size=micro,
         global_batch_size=ROWS,
         rank=world.data.rank,
         world_size=world.data.size,
         shuffle=False,
     )
+    return chunks, GlobalState(config, num_microbatches=ROWS // micro // world.data.size, world=world), loader
+
+
+def run_row(keys: list[str], options: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train, by `train()`; what this rank found."""
+    config = config_of(keys, steps)
+    dtype = options.get("dtype", "float32")
+    chunks, state, loader = divided(config, options.get("ranks", 1), dtype=dtype)
     curve, manager = Curve(), CallbackManager()
     manager.add(curve)
     step = STEPS[options.get("step", "sum")]
     train(step, chunks, optimizer_of(chunks), None, loader, None, state, callback_manager=manager)
     found = {name: vars(curve)[name] for name in ("losses", "own", "norms", "zeros", "micro_losses")}
-    last = whole_of_stages(chunks, world) if is_staged(chunks) else whole
+    last = whole_of_stages(chunks, state.world) if is_staged(chunks) else chunks[0]
     found["weights"] = (
         [] if last is None else [float(one.detach().double().square().sum()) for one in last.parameters()]
     )
-    world.close()
+    state.world.close()
     return found
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from onstep import Callback, CallbackManager, pretrain
 from onstep.callbacks import EMA
 from onstep.checkpoint import FileStore, Operation, checkpoint_manager
 from onstep.checkpoint.format import tensor_parts
 from onstep.data import TrainLoader
+from onstep.distributed.shards import local_part
 from onstep.optim import LowPrecisionOptimizer
 from onstep.training import GlobalState, train
+from tests.support.jobs.pipeline_jobs import STEPS, config_of, divided, optimizer_of
 from tests.support.jobs.shard_jobs import digests_of
 from tests.support.jobs.sharding_jobs import BATCH, MICRO, Watch, given_config, wrapped
 from tests.support.small_configs import small_pretrain_config
@@ -57,6 +60,18 @@ class Killing:
         tensor_parts.fill = counted
         checkpoint_manager.FileStore = lambda: FileStore(self)  # type: ignore[misc,assignment]
 
+    def watch(self, model: nn.Module) -> None:
+        """Kill this rank in a forward or backward pass: each linear layer counts in both."""
+
+        def after_forward(module: nn.Module, args: Any, result: Tensor) -> None:
+            self.count("pass", "forward")
+            if result.requires_grad:
+                result.register_hook(lambda grad: self.count("pass", "backward"))
+
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(after_forward)
+
 
 def counted_reads(part: str) -> list[int]:
     """The number of elements of each tensor, or part of one, that this rank reads of a component from now on."""
@@ -71,6 +86,35 @@ def counted_reads(part: str) -> list[int]:
     return found
 
 
+LAYOUTS = {
+    "tp2 sp": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+    "pp2 1F1B": ["parallel.pipeline_model_parallel_size=2", "parallel.pipeline_schedule=1F1B"],
+    "pp2 ZBV": ["parallel.pipeline_model_parallel_size=2", "parallel.pipeline_schedule=ZBVZeroBubble"],
+    "fsdp2 x tp2": ["parallel.tensor_model_parallel_size=2", "parallel.data_parallel_shard_size=2"],
+}
+
+
+def job_divided(settings: dict[str, Any]) -> dict[str, Any]:
+    """`train()` of our model, divided by keys, from the newest checkpoint if there is one."""
+    config = config_of(LAYOUTS[settings["how"]], settings["steps"])
+    config.checkpoint.save, config.checkpoint.save_interval = "checkpoints", 2
+    config.checkpoint.async_save = settings.get("async", False)
+    chunks, state, loader = divided(config, int(os.environ["WORLD_SIZE"]), seed=settings.get("seed", 0))
+    if state.world.rank == settings.get("killed"):
+        killing = Killing(*settings["at"])
+        killing.install()
+        for chunk in chunks:
+            killing.watch(chunk)
+    optimizer, watch, manager = optimizer_of(chunks), Watch(), CallbackManager()
+    watch.ranks = "all"
+    manager.add(watch)
+    train(STEPS["sum"], chunks, optimizer, None, loader, None, state, callback_manager=manager)
+    held = [one for chunk in chunks for one in chunk.parameters()]
+    held += [value for one in held for value in optimizer.state[one].values()]
+    digest = sha256(b"".join(local_part(one.detach()).numpy().tobytes() for one in held)).hexdigest()
+    return {"losses": watch.losses, "norms": watch.norms, "digests": digest}
+
+
 def job_run(settings: dict[str, Any]) -> dict[str, Any]:
     """`train()` of a model that the user has wrapped, from the newest checkpoint if there is one."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -82,10 +126,13 @@ def job_run(settings: dict[str, Any]) -> dict[str, Any]:
     config.checkpoint.async_save = settings.get("async", False)
     config.checkpoint.validate_replication = settings.get("validates", False)
     if rank == settings.get("killed"):
-        Killing(*settings["at"]).install()
+        killing = Killing(*settings["at"])
+        killing.install()
     reads = counted_reads("average")
     is_low = settings.get("bfloat16", False)
     model = TinyModel(settings.get("seed", 0), torch.bfloat16 if is_low else torch.float32)
+    if rank == settings.get("killed"):
+        killing.watch(model)
     if ranks > 1:
         model = wrapped(settings["how"], model)
     state = GlobalState(cfg=config, num_microbatches=BATCH // (MICRO * ranks))

@@ -121,8 +121,8 @@ POINTS = [
     ["pass", "", 60],
 ]
 """Where ranks are killed: the operation, its file, and how many such there are at most before."""
-MANY = {"write": 120, "load": 100, "pass": 600}
-"""How many there are of a model of four layers."""
+MANY = {"write": 60, "open": 2, "rename": 2, "load": 40, "pass": 240}
+"""The same for a model of four layers, so that most runs meet their kill."""
 GONE = "is gone (its process was killed or crashed)"
 PLACES = {
     "tp2 sp": ["rank 0, tp 0", "rank 1, tp 1"],

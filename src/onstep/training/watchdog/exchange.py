@@ -71,6 +71,8 @@ class RankExchange(threading.Thread):
         self._wake = threading.Event()
         self.has_published = threading.Event()
         """Set once this rank's first record is in the store."""
+        self.has_met = threading.Event()
+        """Set once it has also read a record of rank 0, which nobody can read any more if the store ends with it."""
         self.has_published_failure = threading.Event()
         """Set once its failure is in the store, or could not be written to it."""
         self._stopping = False
@@ -95,11 +97,13 @@ class RankExchange(threading.Thread):
             else:
                 self.last_answer = time.monotonic()
                 self.has_published.set()
+                if self.rank == 0 or 0 in self._seen:
+                    self.has_met.set()
             if has_failed:
                 self.has_published_failure.set()
             if is_last:
                 return
-            self._wake.wait(_URGENT_SECONDS if self.is_urgent else self.interval)
+            self._wake.wait(_URGENT_SECONDS if self.is_urgent or not self.has_met.is_set() else self.interval)
             self._wake.clear()
 
     def hurry(self) -> None:

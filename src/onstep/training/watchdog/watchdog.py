@@ -58,6 +58,8 @@ STACKS_SECONDS = 2.0
 """How long the report waits for the stacks of the other ranks."""
 REPORT_SECONDS = 6.0
 """How long the other ranks wait for the report."""
+_MEETING_SECONDS = 1.0
+"""How long a rank waits at the start for a report of rank 0: should that process die before, nobody could name it."""
 _END_SECONDS = 0.02
 """How often a rank that has reached the end looks whether all have."""
 _LATE_SECONDS = 2.0
@@ -112,6 +114,7 @@ class Watching(Feature[Run]):
             self._rank_exchange.record = self._record()
             self._rank_exchange.start()
             self._rank_exchange.has_published.wait(REPORT_SECONDS)  # before any callback can end this process
+            self._rank_exchange.has_met.wait(_MEETING_SECONDS)
         self._thread.start()
         try:
             yield

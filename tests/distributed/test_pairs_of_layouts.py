@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.forked_processes import Processes
+from layout_names import IN_BF16, IN_MXFP8, MASTERS
+from layout_names import LAYOUTS as OF_TABLE
+from tests.support.forked_processes import Processes, output_of
 from tests.support.jobs.sharding_jobs import BATCH
 
 pytestmark = pytest.mark.distributed
@@ -115,3 +119,100 @@ def test_every_ordered_pair(processes: Processes, tmp_path: Path, layouts: list[
         if source == target:
             assert (found["losses"], found["norms"]) == (after["losses"][SAVED:], after["norms"][SAVED:])
         assert sorted(before["seen"][: SAVED * BATCH] + found["seen"]) == sorted(after["seen"]), (source, target)
+
+
+def pipelined(name: str = "1F1B", *keys: str, size: int = 2, ranks: int = 2) -> tuple[int, list[str]]:
+    sizes = [f"parallel.pipeline_model_parallel_size={size}", f"parallel.pipeline_schedule={name}"]
+    return ranks, [*sizes, *keys]
+
+
+TWO = "parallel.virtual_pipeline_model_parallel_size=2"
+PIPELINES: dict[str, tuple[int, list[str]]] = {
+    **{f"pp2 {name}": pipelined(name) for name in ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV")},
+    **{f"pp2 {name}": pipelined(name, TWO) for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")},
+    "pp2 uneven": pipelined("1F1B", "parallel.pipeline_model_parallel_layout=[1,3]"),
+    "pp4": pipelined(size=4, ranks=4),
+    "dp2 x pp2": pipelined(ranks=4),
+    "dp2 x pp2 interleaved": pipelined("Interleaved1F1B", TWO, ranks=4),
+}
+INEXACT = {IN_BF16, IN_MXFP8, MASTERS, "train.torch_compile=true"}
+ROWS: dict[str, tuple[int, list[str]]] = {
+    name: (layout.ranks, [*layout.keys])
+    for name, layout in OF_TABLE.items()
+    if layout.ranks <= 4 and INEXACT.isdisjoint(layout.keys)
+} | PIPELINES
+"""The number of ranks of each layout, and its keys."""
+OF_TENSORS = [name for name in ROWS if "tp" in name]
+LEG = 2
+"""Steps that a layout trains before the next one continues."""
+
+
+def relayed(processes: Processes, directory: Path, relays: list[list[str]], pick: random.Random) -> None:
+    """Each relay of layouts trains with the losses and norms of one process; layouts of one size in one start."""
+    legs = max(map(len, relays))
+    whole: list[dict[str, Any]] = []
+    for leg in range(legs):
+        at = [number for number, relay in enumerate(relays) if leg < len(relay)]
+        for ranks in (1, 2, 4):
+            names = {number: relays[number][leg] for number in at if ROWS[relays[number][leg]][0] == ranks}
+            keys = [ROWS[name][1] for name in names.values()]
+            places = [str(directory / str(number)) for number in names]
+            if ranks == 1 and leg == 0:
+                keys, places = [[], *keys], [str(directory / "whole"), *places]
+            runs = [
+                {"keys": one, "directory": place, "steps": LEG * (legs if place.endswith("whole") else leg + 1)}
+                | {"seed": leg, "async": pick.random() < 0.5}
+                for one, place in zip(keys, places, strict=True)
+            ]
+            if not runs:
+                continue
+            [found, *others] = processes.results(JOBS, "legs", directory, {"runs": runs}, ranks=ranks)
+            assert all(other == found for other in others)
+            if not whole:
+                whole.append(found.pop(0))
+            for name, one in zip(names.items(), found, strict=True):
+                for kind in ("losses", "norms"):
+                    expected = whole[0][kind][LEG * leg : LEG * (leg + 1)]
+                    assert one[kind] == pytest.approx(expected, rel=1e-5), (relays[name[0]], leg, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_pairs_of_all_layouts_drawn_at_random(processes: Processes, tmp_path: Path) -> None:
+    seed = random.randrange(1000)
+    pick = random.Random(seed)
+    pairs = pick.sample([[one, other] for one in ROWS for other in ROWS if one != other], 40)
+    print(f"\n40 pairs of {len(ROWS)} layouts, seed {seed}: {'; '.join(' to '.join(pair) for pair in pairs)}")
+    relayed(processes, tmp_path, pairs, pick)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_layouts_of_tensors_and_stages_go_to_one_process_and_back(processes: Processes, tmp_path: Path) -> None:
+    rows = [*OF_TENSORS, *PIPELINES]
+    print(f"\n{len(rows)} layouts")
+    relayed(processes, tmp_path, [[name, "one", name] for name in rows], random.Random(0))
+
+
+@pytest.mark.parametrize("names", [["pp2 ZBVZeroBubble"], pytest.param([*OF_TENSORS, *PIPELINES], marks=SLOW)], ids=len)
+def test_a_checkpoint_of_one_process_is_the_same_files_after_another_layout(
+    processes: Processes, tmp_path: Path, names: list[str]
+) -> None:
+    source = tmp_path / "source"
+    run = {"keys": [], "directory": str(source), "steps": LEG, "seed": 0, "async": False}
+    processes.results(JOBS, "legs", tmp_path, {"runs": [run]}, ranks=1)
+
+    def copied(name: str, start: Path, target: Path) -> dict[str, str]:
+        ranks, keys = ROWS[name]
+        settings = {"keys": keys, "source": str(start), "target": str(target)}
+        codes = processes.run(JOBS, "copies", tmp_path, settings, ranks=ranks)
+        assert codes == [0] * ranks, output_of(tmp_path)
+        [saved] = target.glob("checkpoint-*")
+        files = [one for part in ("model", "optimizer") for one in sorted((saved / part).iterdir())]
+        return {str(one.relative_to(saved)): sha256(one.read_bytes()).hexdigest() for one in files}
+
+    before = copied("one", source, tmp_path / "before")
+    for name in names:
+        there = copied(name, source, tmp_path / f"{name} there")
+        assert there.keys() != before.keys()
+        assert copied("one", tmp_path / f"{name} there", tmp_path / f"{name} back") == before, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,13 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onstep import Callback, CallbackManager
-from onstep.checkpoint import ModelState
+from onstep.checkpoint import CheckpointManager, ModelState, SaveRequest, StateComponent, resolve
 from onstep.data import TrainLoader
 from onstep.distributed.buffered import buffered_chunks
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.optim import TrainingOptimizer
 from onstep.optim.distributed_optimizer import DistributedOptimizer
 from onstep.training import GlobalState, train
 from onstep.training.checkpointing.optimizer_state import OptimizerState
+from onstep.training.checkpointing.over_stages import ModelOverStages, OptimizerOverStages
+from onstep.training.checkpointing.saved_states import pattern_of
+from tests.support.jobs.pipeline_jobs import STEPS, config_of, divided
+from tests.support.jobs.pipeline_jobs import optimizer_of as grouped
 from tests.support.jobs.shard_jobs import digests_of
 from tests.support.jobs.sharding_jobs import BATCH, MICRO, Watch, given_config, wrapped
 from tests.support.small_runs import RaggedRows, TinyModel, sum_step
@@ -82,6 +88,46 @@ def in_steps(seen: list[int]) -> list[int]:
     size = BATCH // len(of_ranks)
     steps = range(0, len(seen), size)
     return [index for at in steps for of_one in of_ranks for index in of_one[at : at + size]]
+
+
+def job_legs(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs of our model, each divided by its keys, from the checkpoint in its directory if there is one."""
+    return [_leg(one, int(os.environ.get("WORLD_SIZE", "1"))) for one in settings["runs"]]
+
+
+def _leg(one: dict[str, Any], ranks: int) -> dict[str, Any]:
+    config = config_of(["train.micro_batch_size=1", *one["keys"]], one["steps"])
+    config.checkpoint.save, config.checkpoint.save_interval = one["directory"], one["steps"]
+    config.checkpoint.async_save = one["async"]
+    chunks, state, loader = divided(config, ranks, seed=one["seed"])
+    optimizer = grouped(chunks)
+    watch, manager = Watch(), CallbackManager()
+    watch.ranks = "all"
+    manager.add(watch)
+    train(STEPS["sum"], chunks, optimizer, None, loader, None, state, callback_manager=manager)
+    state.world.close()
+    return {"losses": watch.losses, "norms": watch.norms}
+
+
+def job_copies(settings: dict[str, Any]) -> None:
+    """Load model and optimizer on a layout, from one directory, and save them in another."""
+    config = config_of(["train.micro_batch_size=1", *settings["keys"]], 1)
+    chunks, state, _ = divided(config, int(os.environ.get("WORLD_SIZE", "1")), seed=2)
+    optimizer = TrainingOptimizer(grouped(chunks))
+    weights: Any = ModelState(chunks)
+    of_optimizer: Any = OptimizerState(optimizer, chunks)
+    if is_staged(chunks):
+        weights = ModelOverStages(chunks, state.world)
+        of_optimizer = OptimizerOverStages(optimizer, chunks, state.world)
+    parts = [
+        StateComponent(key, one, pattern_of(weights)) for key, one in (("model", weights), ("optimizer", of_optimizer))
+    ]
+    saved = resolve(settings["source"])
+    CheckpointManager(Path(settings["source"]), state.world).load(
+        saved, parts, skip=set(saved.manifest.components) - {"model", "optimizer"}
+    )
+    CheckpointManager(Path(settings["target"]), state.world).save(SaveRequest(saved.step, parts, {}))
+    state.world.close()
 
 
 def job_runs(settings: dict[str, Any]) -> list[dict[str, Any]]:

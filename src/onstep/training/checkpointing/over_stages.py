@@ -93,7 +93,7 @@ class OptimizerOverStages(OptimizerState):
         self._order: dict[str, int] = {name: place for place, name in enumerate(unwrap(chunks[0]).whole_shapes)}
 
     def state_dict(self) -> StateDict:
-        """The state by name, with stand-ins for what is of other stages. Collective."""
+        """The state by name, in the order of the groups, with stand-ins for what is of other stages. Collective."""
         own = super().state_dict()
         [part] = [part for part in self._world.parts("pp") if self._world.rank in part]
         everywhere = self._world.gather((_outline(own["state"]), own["param_groups"]))
@@ -102,8 +102,9 @@ class OptimizerOverStages(OptimizerState):
         for values, _ in others:
             for name, value in values.items():
                 state[name] = own["state"][name] if name in own["state"] else _present(value, self._world)
-        groups = [groups for _, groups in others]
-        return {**own, "state": dict(self._sorted(state)), "param_groups": self._merged(groups)}
+        groups = self._merged([groups for _, groups in others])
+        in_order = {name: state[name] for group in groups for name in group["params"] if name in state}
+        return {**own, "state": in_order | state, "param_groups": groups}
 
     def destinations(self, outline: StateDict) -> StateDict:
         """Where this rank's part of a stored state goes: see `Stateful`."""
@@ -134,9 +135,6 @@ class OptimizerOverStages(OptimizerState):
             "state": {name: value for name, value in state["state"].items() if name not in elsewhere},
             "param_groups": [group for group in groups if group["params"]],
         }
-
-    def _sorted(self, state: dict[str, Any]) -> list[tuple[str, Any]]:
-        return sorted(state.items(), key=lambda item: self._order.get(item[0], len(self._order)))
 
     def _merged(self, of_stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """The groups of all stages: by their places, or where a stage lacks some by their options."""

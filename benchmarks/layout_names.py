@@ -142,6 +142,9 @@ VARIANTS = {
     "lora": Variant(lora=True),
     "learned positions": Variant(keys=("model.position_embedding_type=learned_absolute", *_GPT2, *_BIASES)),
     "grouped": Variant(keys=("model.num_query_groups=2", "model.qk_layernorm=true"), has_empty_rank=True),
+    "one group": Variant(
+        keys=("model.num_query_groups=1", "model.add_qkv_bias=true", "model.qk_layernorm=true"), has_empty_rank=True
+    ),
     "losses": Variant(loss="model", accumulation=3, has_empty_rank=True),
     "losses of words": Variant(loss="model", keys=("model.chunked_loss=true",)),
     "attention dropout": Variant(keys=("model.attention_dropout=0.1",)),

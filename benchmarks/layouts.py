@@ -133,7 +133,7 @@ def held_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: l
     """Bytes of rank 0: 4 for each parameter, 4 for its gradient, 8 for AdamW's state, in shards of whole rows."""
     keys = dict(key.split("=") for key in layout.keys)
     if layout.tensor_ranks > 1:
-        return held_in_tensors(layout, shapes, names)
+        return held_in_tensors(layout, variant, shapes, names)
     if _divides_updates(keys):  # the gradients are in buffers, and no longer those of the parameters
         shards = layout.ranks // int(keys.get("ddp.num_distributed_optimizer_instances", 1))
         held = {"parameters": _padded(shapes, 1)}

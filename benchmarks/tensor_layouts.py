@@ -16,20 +16,27 @@ _COLUMNS = (
 _SMALL = 512
 
 
-def held_in_tensors(layout: Layout, shapes: list[Any], names: list[str]) -> dict[str, float]:
+def held_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
     """Bytes of rank 0: 4 for each parameter, 4 for its gradient, 8 for AdamW's state."""
     keys = dict(key.split("=") for key in layout.keys)
     shards = int(keys["parallel.data_parallel_shard_size"])
     sizes = [
-        _held(name, shape, layout.tensor_ranks, shards) * width
+        _held(name, shape, _parts(name, layout, variant), shards) * width
         for name, (shape, _, width) in zip(names, shapes, strict=True)
     ]
     trained = float(sum(size for size, (_, is_trained, _) in zip(sizes, shapes, strict=True) if is_trained))
     return {"parameters": float(sum(sizes)), "gradients": trained, "state": 2 * trained}
 
 
+def _parts(name: str, layout: Layout, variant: Variant) -> int:
+    """The number of parts of a parameter that is divided: ranks, or groups of keys and values if there are fewer."""
+    groups = dict(key.split("=") for key in variant.keys).get("model.num_query_groups", layout.tensor_ranks)
+    is_of_group = name.rpartition(".")[0].endswith(("attention.key", "attention.value"))
+    return min(int(groups), layout.tensor_ranks) if is_of_group else layout.tensor_ranks
+
+
 def _held(name: str, shape: list[int], ranks: int, shards: int) -> int:
-    """Elements of a parameter on rank 0."""
+    """Elements of a parameter on rank 0, of which ranks have as many parts."""
     sizes, dim = list(shape), _divided(name)
     if dim is not None:
         sizes[dim] = math.ceil(sizes[dim] / ranks)
@@ -88,6 +95,13 @@ def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: 
         if is_trained and _is_summed(name, of_sequences=layout.divides_sequences)
     )
     found["reduce"] += summed if summed > _SMALL else 0
+    parts = [_parts(name, layout, variant) for name in names]
+    copied = sum(
+        math.prod(shape) // of_name * size
+        for (shape, _, size), of_name in zip(shapes, parts, strict=True)
+        if of_name < ranks
+    )
+    found["reduce"] += copied if copied > _SMALL else 0
     if not layout.divides_sequences:
         found["reduce"] += (4 * layers + 1 + again) * activation
         return {kind: float(size) for kind, size in found.items()}

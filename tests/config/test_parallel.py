@@ -255,7 +255,11 @@ SMALL = {"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 67, "seq_len
             {"model": {"num_attention_heads": 5}},
             r"num_attention_heads=5 must be a multiple of \S+=2, .* nearest .* is 1",
         ),
-        ({"model": {"num_query_groups": 1}}, r"num_query_groups=1 must be a multiple of .* that divides it is 1\.$"),
+        ({"model": {"num_query_groups": 1}}, None),
+        (
+            {"parallel": {TENSOR: 4}, "model": {"num_attention_heads": 12, "num_query_groups": 6, "kv_channels": 4}},
+            r"num_query_groups=6 must be a multiple of \S+=4, or a divisor of it, .* nearest .* is 3\.$",
+        ),
         ({"model": {"ffn_hidden_size": 33}}, "ffn_hidden_size=33 must be a multiple of"),
         ({"parallel": {TENSOR: 4}, "model": {"vocab_size": 5}}, r"vocab_size=5 leaves a rank of \S+=4 without a token"),
         (

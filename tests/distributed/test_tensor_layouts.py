@@ -19,12 +19,12 @@ STEPS = 4
 PLAIN = ["an empty rank", "tied", "float64", "losses", "dropout", "learned positions", "grouped", "groups"]
 OTHERS = ["llama", "llama tied", "llama padded", "qwen3"]
 ROWS = {
-    "tp2": [*PLAIN, "Trainer", *OTHERS],
+    "tp2": [*PLAIN, "one group", "Trainer", *OTHERS],
     "tp2 sp": [*PLAIN, "losses of words", "attention dropout", "lora", "pretrain"],
-    "fsdp2 x tp2 sp": ["an empty rank", "losses"],
+    "fsdp2 x tp2 sp": ["an empty rank", "losses", "one group"],
     "fsdp2 x tp2": ["an empty rank", "llama", "Trainer"],
     "dp2 x tp2": ["an empty rank"],
-    "tp4 sp": ["an empty rank", "losses"],
+    "tp4 sp": ["an empty rank", "losses", "one group", "grouped"],
     "tp2 sp checkpointed": ["plain"],
     "hsdp 2x2 x tp2 sp": ["losses"],
 }
@@ -36,7 +36,10 @@ def rows(processes: Processes, directory: Path, layout: str, variants: list[Any]
     return [(one, torch.load(directory / f"{number}.pt")) for number, one in enumerate(found)]
 
 
-SHORT = {"tp2 sp": ["an empty rank", "tied", "losses", "dropout", "attention dropout"], "fsdp2 x tp2 sp": ["losses"]}
+SHORT = {
+    "tp2 sp": ["an empty rank", "one group", "tied", "losses", "dropout", "attention dropout"],
+    "fsdp2 x tp2 sp": ["losses"],
+}
 
 
 def compare(processes: Processes, directory: Path, layout: str, names: list[str]) -> None:

@@ -83,13 +83,15 @@ def test_a_run_continues_to_the_bit_and_in_one_process_with_the_masks_of_one_pro
 
 def test_a_bit_of_a_replicated_weight_that_drifts_ends_the_run_with_its_name(runs: Runs) -> None:
     keys = ["train.check_weight_hash_across_dp_replicas_interval=1"]
-    [sound, drifted] = runs.train(
+    names = ["layers.1.attention_norm.weight", "layers.1.attention.key.weight"]
+    [sound, *drifted] = runs.train(
         {"how": "tp2", "run": "sound", "keys": keys, "steps": 2},
-        {"how": "tp2 sp", "run": "drifted", "keys": keys, "drifts": [1, 1]},
+        *({"how": "tp2 sp", "run": name, "keys": keys, "drifts": [1, 1], "drifting": name} for name in names),
     )
     assert "error" not in sound[0]
-    for found in drifted:
-        assert "after 2 iterations: rank 1, tp 1 differs in layers.1.attention_norm.weight" in found["error"]
+    for name, of_run in zip(names, drifted, strict=True):
+        for found in of_run:
+            assert f"after 2 iterations: rank 1, tp 1 differs in {name}" in found["error"]
 
 
 def test_after_a_kill_in_a_step_all_ranks_end_and_the_run_continues_to_the_bit(runs: Runs) -> None:

@@ -18,7 +18,7 @@ from onstep.distributed.buffered import BufferedDataParallel, buffered_chunks
 from onstep.distributed.exchanges import sharded_modules
 from onstep.distributed.gradient_exchange import BucketHook, LocalGradients, check_exchange, hook_of, notes_of
 from onstep.distributed.refusals import check_undivided, check_version, check_world, exchanges
-from onstep.distributed.shards import as_dtensor, parameter_groups, world_size
+from onstep.distributed.shards import as_dtensor, has_ranks_of, parameter_groups, world_size
 from onstep.distributed.world import World
 from onstep.errors import ConfigError, ShardingError
 
@@ -200,7 +200,7 @@ def _is_divided_over(mesh: DeviceMesh, data: DeviceMesh | None, world: World) ->
     if world.sizes.tp == 1 or world.data.size * world.sizes.tp != world.size:
         return data is not None and data.size() == mesh.size() == world.size
     if data is None:
-        return world.data.size == 1 and mesh == world.part_of_mesh("tp")
+        return world.data.size == 1 and has_ranks_of(mesh, world.part_of_mesh("tp"))
     return data.size() == world.data.size and mesh.size() == world.size
 
 

@@ -19,6 +19,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of `World.mesh`; ranks that differ in the last one only are neighbors."""
 EXPERT_AXES = ("pp", "expt_dp", "ep", "expt_tp")
 """The axes of `World.expert_mesh`, which sees the same ranks as the experts of a layer do."""
+_BLOCK_AXES = ("tp_block", "tp_copy")
+"""What `tp` becomes where the ranks of a block have the same part of a weight."""
 
 _MESHES: dict[DeviceMesh, DeviceMesh] = {}
 """The meshes of all worlds of this process, each by itself, for the next world with the same ranks."""
@@ -110,9 +112,7 @@ class RankGroups:
         Raises:
             ConfigError: for an unknown axis, or if the process group has other ranks than the axes.
         """
-        group = self.own_of(self.parts(axes), "_".join(axes) or "self")
-        assert group is not None
-        return group
+        return self._within(self.parts(axes), "_".join(axes) or "self")
 
     def parts(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """All ranks, divided into those that differ on these axes only, without communication.
@@ -184,6 +184,27 @@ class RankGroups:
         if axes not in self._meshes:
             self._meshes[axes] = _renewed(self.mesh(AXES)[axes])
         return self._meshes[axes]
+
+    def tensor_blocks(self, blocks: int) -> DeviceMesh:
+        """The tensor-parallel ranks in blocks of neighbors, a mesh of two dimensions. Collective the first time.
+
+        Args:
+            blocks: their number, which divides that of the ranks.
+        """
+        key = ("tp", str(blocks))
+        if key not in self._meshes:
+            *rest, ranks = self._grids[0].shape
+            grid = Grid((*AXES[:-1], *_BLOCK_AXES), (*rest, blocks, ranks // blocks))
+            groups = [self.over((axis,)) for axis in AXES[:-1]]
+            groups += [self._within(grid.parts((axis,)), axis) for axis in _BLOCK_AXES]
+            whole = DeviceMesh.from_group(groups, self._device.type, mesh=grid.ranks(), mesh_dim_names=grid.axes)
+            self._meshes[key] = _renewed(whole[_BLOCK_AXES])
+        return self._meshes[key]
+
+    def _within(self, parts: list[tuple[int, ...]], name: str) -> ProcessGroup:
+        group = self.own_of(parts, name)
+        assert group is not None
+        return group
 
     def close(self, *, waits: bool) -> None:
         """Leave the groups that were made here.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from onstep.distributed.shards import as_dtensor, rank, world_size
+from onstep.distributed.shards import as_dtensor, has_ranks_of, rank, world_size
 from onstep.distributed.world import World
 from onstep.errors import ConfigError, ShardingError
 from onstep.files.bounded_reading import integer_from_environment
@@ -149,7 +149,7 @@ def check_undivided(chunks: Sequence[nn.Module], what: str, along: DeviceMesh | 
     """
     for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
         dtensor = as_dtensor(parameter)
-        if dtensor is not None and dtensor.device_mesh != along:
+        if dtensor is not None and not (along is not None and has_ranks_of(dtensor.device_mesh, along)):
             raise ShardingError(
                 f"{name} is sharded over {dtensor.device_mesh}, but the model is to be {what}; pass it without "
                 f"fully_shard, or train it with onstep.training.train."

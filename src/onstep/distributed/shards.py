@@ -49,6 +49,16 @@ def as_dtensor(tensor: Tensor) -> DTensor | None:
     return tensor if isinstance(tensor, DTensor) else None
 
 
+def has_ranks_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether two meshes have the same ranks in the same order, perhaps along other dimensions.
+
+    Args:
+        mesh: any mesh.
+        other: another one.
+    """
+    return torch.equal(mesh.mesh.flatten(), other.mesh.flatten())
+
+
 def model_parameter(tensor: Tensor) -> Tensor:
     """The parameter of the model that an optimizer updates by `tensor`; this itself, unless it is a shard of one.
 

@@ -128,6 +128,9 @@ class Part:
 
     dims: Mapping[str, int] = field(default_factory=dict)
     """The dimension by which each parameter is divided; others are replicated."""
+    blocks: int | None = None
+    """The number of parts of a divided parameter, each of which neighboring ranks have, whose gradients are summands;
+    None for one on each rank."""
     sums_gradients: bool = False
     """Whether the ranks compute summands of the gradients of replicated parameters."""
     before: Move | None = None
@@ -180,8 +183,8 @@ class LocalForward:
         dtensor = None if parameter is None else as_dtensor(parameter)
         if dtensor is None:
             return parameter
-        is_summed = self.part.sums_gradients and name not in self.part.dims
-        return dtensor.to_local(grad_placements=[Partial()] if is_summed else None)
+        is_summed = self.part.blocks is not None if name in self.part.dims else self.part.sums_gradients
+        return dtensor.to_local(grad_placements=[*dtensor.placements[:-1], Partial()] if is_summed else None)
 
 
 def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world: World) -> None:
@@ -200,22 +203,22 @@ def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world
             two modules share and divide differently.
     """
     _check(chunk, plan)
-    made: dict[int, tuple[nn.Parameter, Placement, str]] = {}
+    made: dict[int, tuple[nn.Parameter, list[Placement], str]] = {}
     for name, module in list(chunk.named_modules()):
         part = plan.get(name)
         for own, parameter in list(module._parameters.items()):
             if parameter is None or part is None:
                 continue
-            placement = Shard(part.dims[own]) if own in part.dims else Replicate()
+            mesh, placements = _layout_of(own, part, ranks, world)
             full = f"{name}.{own}" if name else own
             if id(parameter) not in made:
-                made[id(parameter)] = _divided(parameter, placement, ranks, world), placement, full
+                made[id(parameter)] = _divided(parameter, mesh, placements, world), placements, full
                 made[id(made[id(parameter)][0])] = made[id(parameter)]
-            known, other, first = made[id(parameter)]
-            if other != placement:
+            known, others, first = made[id(parameter)]
+            if others != placements:
                 raise ConfigError(
-                    f"{first} and {full} are one parameter, but the plan divides it as {other} and {placement}; divide "
-                    f"both alike, or give each a parameter of its own."
+                    f"{first} and {full} are one parameter, but the plan divides it as {others[0]} and "
+                    f"{placements[0]}; divide both alike, or give each a parameter of its own."
                 )
             module._parameters[own] = known
         if part is not None:
@@ -239,7 +242,7 @@ def dimension_beside(shards: int, parameter: nn.Parameter) -> Shard | None:
     for dim in range(1, dtensor.dim()):
         if dim not in divided and dtensor.shape[dim] % shards == 0:
             return Shard(dim)
-    ranks = dtensor.device_mesh.size()
+    ranks = dtensor.device_mesh.size(dtensor.placements.index(Shard(0)))
     if dtensor.shape[0] % (ranks * shards) == 0:
         return None
     raise ConfigError(
@@ -265,9 +268,18 @@ def _check(chunk: nn.Module, plan: Mapping[str, Part]) -> None:
                 )
 
 
+def _layout_of(name: str, part: Part, ranks: TensorRanks, world: World) -> tuple[DeviceMesh, list[Placement]]:
+    """The mesh of a parameter, and how it is divided along each of its dimensions."""
+    if name not in part.dims:
+        return ranks.mesh, [Replicate()]
+    if part.blocks is None:
+        return ranks.mesh, [Shard(part.dims[name])]
+    return world.tensor_blocks(part.blocks), [Shard(part.dims[name]), Replicate()]
+
+
 @torch.no_grad()
-def _divided(parameter: nn.Parameter, placement: Placement, ranks: TensorRanks, world: World) -> nn.Parameter:
-    """A parameter as a DTensor."""
+def _divided(parameter: nn.Parameter, mesh: DeviceMesh, placements: list[Placement], world: World) -> nn.Parameter:
+    """A parameter as a DTensor, of which the first dimension of a mesh may divide one."""
     shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
     value = parameter.detach()
     if not value.is_meta:
@@ -275,24 +287,23 @@ def _divided(parameter: nn.Parameter, placement: Placement, ranks: TensorRanks, 
         if value.data_ptr() == parameter.data_ptr():
             value = value.clone()
         dist.broadcast(value, src=0)
-    if isinstance(placement, Shard):
-        size = -(-shape[placement.dim] // ranks.size)
-        start = min(size * ranks.rank, shape[placement.dim])
+    if isinstance(placement := placements[0], Shard):
+        size = -(-shape[placement.dim] // mesh.size(0))
+        start = min(size * mesh.get_local_rank(0), shape[placement.dim])
         value = value.narrow(placement.dim, start, min(size, shape[placement.dim] - start)).clone()
-    made = DTensor.from_local(value, ranks.mesh, [placement], run_check=False, shape=shape, stride=stride)
+    made = DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
     divided = nn.Parameter(made, parameter.requires_grad)
     vars(divided).update(vars(parameter))
     return divided
 
 
-def column(ranks: TensorRanks, *names: str) -> Part:
+def column(blocks: int | None = None) -> Part:
     """A linear layer of which each rank computes some of the outputs, from the whole input.
 
     Args:
-        ranks: the ranks; a region around it has entered them.
-        names: its parameters; none for `weight` and `bias`.
+        blocks: the number of parts of its outputs, if there are fewer than ranks.
     """
-    return Part(dict.fromkeys(names or ("weight", "bias"), 0))
+    return Part({"weight": 0, "bias": 0}, blocks)
 
 
 def row(ranks: TensorRanks, *, has_bias: bool) -> Part:

@@ -105,6 +105,14 @@ class World:
         """
         return self._groups.part_of_mesh(axes)
 
+    def tensor_blocks(self, blocks: int) -> DeviceMesh:
+        """The tensor-parallel ranks in blocks of neighbors: blocks, and the ranks in one. Collective the first time.
+
+        Args:
+            blocks: their number, which divides that of the ranks.
+        """
+        return self._groups.tensor_blocks(blocks)
+
     def group(self, *axes: str) -> ProcessGroup:
         """The process group of the ranks that differ from this one on these axes only. Collective the first time.
 

@@ -118,7 +118,7 @@ class ModelShape:
         return replace(
             self,
             num_attention_heads=self.num_attention_heads // ranks,
-            num_query_groups=self.num_query_groups // ranks,
+            num_query_groups=max(1, self.num_query_groups // ranks),
             ffn_hidden_size=self.ffn_hidden_size // ranks,
             vocab_size=-(-self.vocab_size // ranks),
             sequence_parts=ranks if divides_sequences else 1,

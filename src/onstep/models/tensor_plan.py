@@ -17,11 +17,12 @@ from onstep.distributed.tensor_parallel import (
 from onstep.models.heads import LinearForLastLayer
 from onstep.models.layers.head_share import HeadShare
 from onstep.models.layers.layer import Attention, Layer
-from onstep.models.sizes import vocabulary_size
+from onstep.models.sizes import num_query_groups, vocabulary_size
 from onstep.models.transformer import Transformer
 from onstep.models.vocabulary_share import VocabularyShare
 
-_COLUMNS = ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up")
+_OF_GROUPS = ("attention.key", "attention.value")
+_COLUMNS = ("attention.query", *_OF_GROUPS, "feed_forward.gate", "feed_forward.up")
 _ROWS = ("attention.output", "feed_forward.down")
 
 
@@ -36,7 +37,8 @@ def plan_of(model: Transformer, ranks: TensorRanks) -> dict[str, Part]:
         model: the whole model.
         ranks: the ranks that divide it.
     """
-    norm = Part(sums_gradients=ranks.divides_sequences)
+    groups, norm = num_query_groups(model.config), Part(sums_gradients=ranks.divides_sequences)
+    blocks = groups if groups < ranks.size else None
     plan = {"final_norm": Part(sums_gradients=ranks.divides_sequences, after=ranks.whole)}
     if model.position_embedding is None:
         plan["embedding"] = vocabulary_embedding(ranks, ranks.leave)
@@ -48,25 +50,27 @@ def plan_of(model: Transformer, ranks: TensorRanks) -> dict[str, Part]:
         plan["dropout"] = Part(before=ranks.divided, forward=own.forward)
     for index, layer in enumerate(model.layers):
         if isinstance(layer, Layer):
-            plan |= {f"layers.{index}.{name}": part for name, part in _of_layer(layer, ranks, norm)}
+            plan |= {f"layers.{index}.{name}": part for name, part in _of_layer(layer, ranks, norm, blocks)}
     if isinstance(model.output, LinearForLastLayer):
         plan["output"] = Part()
     elif model.output is not None:
-        plan["output"] = column(ranks)
+        plan["output"] = column()
     return plan
 
 
-def _of_layer(layer: Layer, ranks: TensorRanks, norm: Part) -> Iterator[tuple[str, Part]]:
+def _of_layer(layer: Layer, ranks: TensorRanks, norm: Part, blocks: int | None) -> Iterator[tuple[str, Part]]:
     for region in ("attention", "feed_forward"):
         yield f"{region}_norm", norm
         yield region, Part(before=ranks.enter)
     yield "dropout", dropout_part(ranks, 1, lambda: ranks.are_sequences_divided)
     for name in ("attention.query_norm", "attention.key_norm"):
         yield name, Part(sums_gradients=True)
-    for name in (*_COLUMNS, *_ROWS):
-        module = _found(layer, name)
-        if module is not None:
-            yield from _with_adapter(name, module, ranks, is_column=name in _COLUMNS)
+    for name in _ROWS:
+        if (module := _found(layer, name)) is not None:
+            yield from _with_adapter(name, module, ranks)
+    for name in _COLUMNS:
+        if (module := _found(layer, name)) is not None:
+            yield from _with_adapter(name, module, ranks, column(blocks if name in _OF_GROUPS else None))
 
 
 def _found(layer: Layer, name: str) -> nn.Module | None:
@@ -76,19 +80,21 @@ def _found(layer: Layer, name: str) -> nn.Module | None:
     return found
 
 
-def _with_adapter(name: str, module: nn.Module, ranks: TensorRanks, *, is_column: bool) -> Iterator[tuple[str, Part]]:
-    """A projection, perhaps with LoRA: `A` and `B` are divided where they meet what is divided."""
+def _with_adapter(
+    name: str, module: nn.Module, ranks: TensorRanks, by_columns: Part | None = None
+) -> Iterator[tuple[str, Part]]:
+    """A projection, by columns or else by rows, perhaps with LoRA: `A` and `B` are divided where they meet what is."""
     base = getattr(module, "base_layer", None)
     linear, own = (module, name) if base is None else (base, f"{name}.base_layer")
     has_bias = getattr(linear, "bias", None) is not None
-    yield own, column(ranks) if is_column else row(ranks, has_bias=has_bias)
+    yield own, by_columns or row(ranks, has_bias=has_bias)
     if base is None:
         return
     for adapter in module.lora_A:  # type: ignore[union-attr]
         first, second = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}"
-        yield first, Part(sums_gradients=True) if is_column else row(ranks, has_bias=False)
-        yield second, column(ranks) if is_column else Part(sums_gradients=ranks.divides_sequences)
-        if not is_column and isinstance(module.lora_dropout[adapter], nn.Dropout):  # type: ignore[index]
+        yield first, Part(sums_gradients=True) if by_columns else row(ranks, has_bias=False)
+        yield second, by_columns or Part(sums_gradients=ranks.divides_sequences)
+        if not by_columns and isinstance(module.lora_dropout[adapter], nn.Dropout):  # type: ignore[index]
             yield f"{name}.lora_dropout.{adapter}", dropout_part(ranks, -1, lambda: True)
 
 

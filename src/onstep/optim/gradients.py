@@ -90,22 +90,23 @@ class ShardedGradients:
 
 
 def sum_replicas(params: Sequence[Tensor]) -> None:
-    """Sum the gradients of replicated parameters whose ranks hold summands: one collective for each mesh and type.
+    """Sum the gradients of replicated parameters whose ranks hold summands: one collective for each group and type.
 
     Args:
         params: parameters, of which those without a gradient are left out.
     """
-    of_mesh: dict[tuple[Any, torch.dtype], list[Tensor]] = {}
+    of_group: dict[tuple[Any, int, torch.dtype], list[Tensor]] = {}
     for param in params:
         grad: Any = param.grad
-        if grad is None or grad.device_mesh.ndim > 1 or not grad.placements[0].is_partial("sum"):
+        if grad is None or not grad.placements[-1].is_partial("sum"):
             continue
-        if param.placements[0].is_replicate():  # type: ignore[attr-defined]
-            of_mesh.setdefault((grad.device_mesh, grad.dtype), []).append(param)
-    for (mesh, _), members in of_mesh.items():
+        *others, last = param.placements  # type: ignore[attr-defined]
+        if last.is_replicate() and tuple(others) == grad.placements[:-1]:
+            of_group.setdefault((grad.device_mesh, len(others), grad.dtype), []).append(param)
+    for (mesh, dim, _), members in of_group.items():
         own = [param.grad.to_local() for param in members]  # type: ignore[union-attr]
         together = torch.cat([one.flatten() for one in own])
-        dist.all_reduce(together, group=mesh.get_group())
+        dist.all_reduce(together, group=mesh.get_group(dim))
         totals = torch.split(together, [one.numel() for one in own])
         for param, one, total in zip(members, own, totals, strict=True):
             param.grad = with_local_value(param, total.view_as(one))

@@ -49,11 +49,11 @@ class Noted(Callback):
         if [step, rank] == self.settings.get("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if [step, rank] == self.settings.get("drifts"):
-            weight = dict(context.model[0].named_parameters())["layers.1.attention_norm.weight"]
+            weight = dict(context.model[0].named_parameters())[self.settings["drifting"]]
             found = as_dtensor(weight)
             assert found is not None
             with torch.no_grad():
-                found.to_local().view(torch.int32)[3] ^= 1
+                found.to_local().view(torch.int32).view(-1)[3] ^= 1
 
     def on_train_step_end(self, context: Any) -> None:
         """Note a step."""
@@ -75,7 +75,7 @@ def _copy_of_stream() -> torch.Generator:
 def config_of(settings: dict[str, Any]) -> ConfigContainer:
     """Of a tiny model on a text, with a checkpoint each two steps."""
     config = small_pretrain_config(settings["corpus"] + "/colorsys.py", settings["cache"], layers=2, length=16)
-    config.model.num_attention_heads, config.model.hidden_dropout = 4, 0.1
+    config.model.num_attention_heads, config.model.num_query_groups, config.model.hidden_dropout = 4, 1, 0.1
     config.run.name, config.run.output_dir = settings.get("run", "run"), settings["directory"]
     config.dataset.num_workers, config.logger.log_interval = 0, 1
     config.train.global_batch_size, config.train.micro_batch_size = 4, 1

@@ -88,11 +88,12 @@ def check_model_sizes(model: ModelConfig, ranks: int) -> None:
     ffn = model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, model.gated_linear_unit)
     groups = model.num_query_groups or heads
     for name, number in (("num_attention_heads", heads), ("num_query_groups", groups), ("ffn_hidden_size", ffn)):
-        if number % ranks:
+        is_of_groups = name == "num_query_groups"
+        if number % ranks and not (is_of_groups and ranks % number == 0):
             fits = max(size for size in range(1, min(ranks, number + 1)) if number % size == 0)
             raise ConfigError(
-                f"model.{name}={number} must be a multiple of {_SIZE}={ranks}, since each rank has as many; the "
-                f"nearest size that divides it is {fits}."
+                f"model.{name}={number} must be a multiple of {_SIZE}={ranks}{', or a divisor of it' * is_of_groups}, "
+                f"since each rank has as many; the nearest size that divides it is {fits}."
             )
     vocabulary = model.vocab_size
     if vocabulary is not None and -(-vocabulary // ranks) * (ranks - 1) >= vocabulary:

@@ -34,7 +34,7 @@ def trained(processes: Processes, directory: Path, rows: list[Row], ranks: int, 
     for number, paragraph in enumerate(text.split("\n\n")):
         (corpus / f"{number:03}.txt").write_text(paragraph)
     settings = {"corpus": str(corpus), "cache": str(directory / "cache"), "output": str(directory / "runs")}
-    settings |= {"name": f"of-{ranks}", "steps": 5, "keys": [*keys], "rows": rows}
+    settings |= {"name": f"of-{ranks}", "steps": 4, "keys": [*keys], "rows": rows}
     [found, *others] = processes.results(JOBS, "runs", directory, settings, ranks=ranks)
     assert all(repr(other) == repr(found) for other in others)
     return list(found)
@@ -46,7 +46,8 @@ def check(processes: Processes, directory: Path, rows: list[Row], ranks: int = 2
     single = trained(processes, directory, of_one, 1)
     size = f"parallel.pipeline_model_parallel_size={ranks}"
     for row, there, one in zip(rows, trained(processes, directory, rows, ranks, size, *keys), single, strict=True):
-        assert there["end"] == one["end"], row
+        assert bool(one["texts"]) == bool(one["evaluated"]), row
+        assert [there["end"], there["texts"]] == [one["end"], one["texts"]], row
         for name in ("losses", "norms", "evaluated"):
             assert there[name] == pytest.approx(one[name], rel=1e-5, nan_ok=True), (row, name)
 
@@ -60,6 +61,24 @@ def test_what_one_process_trains_with_a_pipeline_does_too(processes: Processes, 
         (["train.on_nonfinite=skip", *DECAY], "nan"),
     ]
     check(processes, tmp_path, rows)
+
+
+def test_all_ranks_generate_what_one_process_does(processes: Processes, tmp_path: Path) -> None:
+    """Chosen and drawn tokens, beyond the window, with an end; in stages one after the other, interleaved, in a V."""
+    dynamic = "model.rope_scaling={rope_type: dynamic, factor: 2.0}"
+    rows = [[ONE, *LEARNED], [TWO, dynamic], [V, "model.share_embeddings_and_output_weights=true"]]
+    check_generation(processes, tmp_path, rows, 2)
+
+
+@pytest.mark.slow
+def test_three_ranks_generate_what_one_process_does(processes: Processes, tmp_path: Path) -> None:
+    check_generation(processes, tmp_path, [[ONE], [TWO], [V]], 3, "model.num_layers=6")
+
+
+def check_generation(processes: Processes, directory: Path, rows: list[list[str]], ranks: int, *keys: str) -> None:
+    own = [[f"parallel.pipeline_model_parallel_size={ranks}", *keys, *row] for row in rows]
+    for found in processes.results(JOBS, "generation", directory, {"rows": own, "ranks": ranks}, ranks=ranks):
+        assert [stages for stages, _ in found] == [whole for _, whole in found]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from onstep.config.hf.checks import evaluates
 from onstep.errors import ConfigError, RankFailedError, require, text_of
 from onstep.events import RunState, Setting, TrainerCallback
 from onstep.files.bounded_reading import read_bytes
+from onstep.models.generation.generate import representative
 from onstep.models.generation.prompts import (
     can_generate,
     check_options,
@@ -47,7 +48,7 @@ class TextgenCallback(TrainerCallback):
 
     Works with Onstep's transformer (`pretrain`, with the tokenizer of the run) and with models that have the `generate`
     method of `transformers` (`Trainer`, with its `processing_class`), both with a key/value cache. Rank 0 generates
-    while the other ranks wait at their next collective. All ranks generate together if the model is sharded, and a
+    while the other ranks wait at their next collective. All ranks generate together if they divide the model, and a
     trainer's `pipeline_generate` method, if any, is called on all ranks.
 
     Training is not affected: random generators, the mode of every module and compiled forwards are restored, even after
@@ -68,8 +69,6 @@ class TextgenCallback(TrainerCallback):
         ConfigError: (a ValueError) for arguments of the wrong type, and for a file without a list of prompts; when
             training begins, for options that the model does not support and for invalid values.
     """
-
-    needs_whole_model = True
 
     seed = 0
     """The texts of a step depend on this seed and the step."""
@@ -110,13 +109,15 @@ class TextgenCallback(TrainerCallback):
         self._has_warned = self._has_traced = False
         if kwargs.get("trainer") is not None and state.is_world_process_zero and not evaluates(args):
             logger.warning("no text will be generated: there is no evaluation to follow; set eval_strategy")
-        if can_generate(model) and not getattr(kwargs.get("trainer"), "pipeline_generate", None):
-            check_options(model, self.generation_config)
+        module = representative(model)
+        if can_generate(module) and not getattr(kwargs.get("trainer"), "pipeline_generate", None):
+            check_options(module, self.generation_config)
 
     def on_evaluate(
         self, args: TrainingArguments, state: RunState, control: object, model: nn.Module, **kwargs: object
     ) -> None:
         """Generate if it is due."""
+        model = representative(model)
         step = state.global_step
         if step < self.next_gen_step:
             return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.distributed.pipeline.seats import Seat
+from onstep.distributed.pipeline.whole import WholePipeline
 from onstep.errors import ConfigError
 from onstep.models.layers.sequence_context import (
     KeyValueCache,
@@ -18,6 +19,7 @@ from onstep.models.layers.sequence_context import (
     sequence_context,
 )
 from onstep.models.offloading import offloading
+from onstep.models.sizes import vocabulary_size
 from onstep.models.stage_dropout import Draws, StageDropout
 from onstep.models.transformer import Transformer
 from onstep.models.vocabulary_loss import Reduction
@@ -40,6 +42,8 @@ class TransformerStage(Transformer):
         self.config = whole.config
         self.pipeline_seat = seat
         self.input_tensor: Tensor | None = None
+        self.pipeline: WholePipeline | None = None
+        """All stages, by which it generates; None in one process."""
         is_tied = whole.output is None and seat.is_last and not seat.is_first
         if seat.is_first:
             self.embedding = whole.embedding
@@ -86,12 +90,11 @@ class TransformerStage(Transformer):
         """As `Transformer.forward` on the last stage, else the hidden states, whatever is to be made of them.
 
         Raises:
-            ConfigError: for a cache: only a whole model generates.
+            ConfigError: for a cache: `generate` runs all stages.
         """
         if cache is not None:
             raise ConfigError(
-                "a stage of a pipeline cannot generate: export the model (onstep checkpoint export), and generate in "
-                "one process"
+                "a stage of a pipeline has no logits for a cache; call generate(stage, ...) on all ranks."
             )
         if self.pipeline_seat.is_last:
             return super().forward(
@@ -107,6 +110,30 @@ class TransformerStage(Transformer):
         context = self._context(tokens, None, position_ids, document_ids, cu_seqlens, max_seqlen)
         return self._hidden_states(tokens, position_ids, context)
 
+    @torch.no_grad()
+    def next_scores(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """The logits (batch, vocab) of the token after `tokens`, on all ranks. Collective over the pipeline.
+
+        Args:
+            tokens: (batch, seq), the same on all of them.
+            cache: of the layers of this rank, at earlier positions, to which these are appended; None for none.
+        """
+        pipeline, (batch, length) = self.pipeline, tokens.shape
+        assert pipeline is not None
+
+        def forward(chunk: nn.Module, received: Tensor | None) -> Tensor:
+            assert isinstance(chunk, TransformerStage)
+            chunk.set_input_tensor(received)
+            hidden = chunk.hidden_states(tokens, cache)
+            return chunk.logits(hidden[:, -1]) if chunk.pipeline_seat.is_last else hidden
+
+        shape, config, dtype = (batch, length, self.config.hidden_size), self.config, self.hidden_dtype
+        scores = torch.empty(batch, vocabulary_size(config), dtype=dtype, device=tokens.device)
+        pipeline.run(forward, shape, scores)
+        if cache is not None:
+            cache.advance(length)
+        return scores
+
     def _context(self, tokens: Tensor, *rest: object) -> SequenceContext:
         return sequence_context(self.rotary, tokens, *rest, dtype=self.hidden_dtype)  # type: ignore[arg-type]
 
@@ -121,7 +148,7 @@ class TransformerStage(Transformer):
         has_dropout = self.training and self.stream.draws
         with self.stream.around(tokens, context) if has_dropout else nullcontext(), offloading(self, self.config):
             if x is None:
-                x = self._embedded(tokens, None, position_ids)
+                x = self._embedded(tokens, context.cache, position_ids)
             for index, layer in zip(self.pipeline_seat.layers, self.layers, strict=True):
                 x = self._run_layer(layer, x, context, index)
         normed: Tensor = self.final_norm(x)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from onstep import Callback, pretrain
+from onstep.analysis.logs.samples_log import FILE_NAME
+from onstep.callbacks import TextgenCallback
 from onstep.config import apply_overrides
+from onstep.distributed import open_world
 from onstep.errors import OnstepError
-from tests.support.jobs.pipeline_jobs import Curve, Evaluated
+from onstep.models.generation.generate import generate
+from onstep.models.transformer import build_transformer
+from onstep.training.setup.model_and_data import cut_into_stages
+from tests.support.jobs.pipeline_jobs import VOCABULARY, Curve, Evaluated, config_of
 from tests.support.small_configs import small_pretrain_config
 
 
@@ -60,8 +70,9 @@ def run(settings: dict[str, Any], number: int, keys: list[str], trouble: str = "
     config.run.output_dir, config.run.name = settings["output"], f"{settings['name']}-{number}"
     apply_overrides(config, ["logger.console=quiet", *settings["keys"], *keys])
     curve, evaluated, end = Curve(), Evaluated(), ""
+    texts = TextgenCallback(None, ["The", "a license"], max_new_tokens=4)
     try:
-        pretrain(config, callbacks=[curve, evaluated, Trouble(trouble)])
+        pretrain(config, callbacks=[curve, evaluated, texts, Trouble(trouble)])
     except SystemExit as left:
         end = f"exit {left.code}"
     except OnstepError as error:
@@ -69,4 +80,32 @@ def run(settings: dict[str, Any], number: int, keys: list[str], trouble: str = "
     with suppress(ValueError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     found = {"losses": curve.losses, "norms": curve.norms, "evaluated": evaluated.found}
-    return {**found, "end": end}
+    samples = Path(config.run.output_dir) / config.run.name / FILE_NAME
+    lines = [json.loads(line) for line in samples.read_text().splitlines()] if samples.exists() else []
+    return {**found, "end": end, "texts": [[line["prompt"], line["text"]] for line in lines]}
+
+
+GENERATIONS: list[dict[str, Any]] = [
+    {"max_new_tokens": 6, "temperature": 0},
+    {"max_new_tokens": 20, "seed": 5, "top_k": 7, "repetition_penalty": 1.3},
+    {"max_new_tokens": 9, "seed": 3, "top_p": 0.9, "eos_id": 11},
+]
+"""The second is longer than the window of the model."""
+
+
+def job_generation(settings: dict[str, Any]) -> list[Any]:
+    """The tokens that each row's stages add, and the whole model."""
+    return [generated(keys, settings["ranks"]) for keys in settings["rows"]]
+
+
+def generated(keys: list[str], ranks: int) -> list[Any]:
+    config = config_of(keys, 1)
+    world = open_world(config.dist, config.parallel_sizes(ranks))
+    whole = build_transformer(config.model, seed=0)
+    chunks = cut_into_stages([whole], config, world)
+    prompts = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
+    chunks[-1].train()
+    found = [generate(chunks[-1], prompts, **options).tolist() for options in GENERATIONS]
+    assert chunks[-1].training
+    world.close()
+    return [found, [generate(whole, prompts, **options).tolist() for options in GENERATIONS]]

@@ -15,6 +15,7 @@ from onstep.errors import ConfigError
 from onstep.models.generation.context_window import ContextWindow, context_length
 from onstep.models.hf.causal_lm import CausalLM, inner_causal_lm
 from onstep.models.layers.sequence_context import KeyValueCache
+from onstep.models.stages import TransformerStage
 from onstep.models.transformer import Transformer
 
 _WHOLE = 2**40
@@ -95,11 +96,12 @@ def generate(
 
     Runs in evaluation mode and restores the model's mode, also after an error. Torch's global RNG is neither read nor
     changed. Not collective: for a wrapped model (DDP, compiled) the inner module is called, so a single rank may call
-    this. The model sees no more tokens than it was trained on (`context_length`): the window slides over a text that
-    becomes longer, whatever its positions are.
+    this. But all ranks of a pipeline must, with a stage of theirs and the same arguments; they get the same tokens. The
+    model sees no more tokens than it was trained on (`context_length`): the window slides over a text that becomes
+    longer, whatever its positions are.
 
     Args:
-        model: a `Transformer` or a `CausalLM`, or a wrapper of one.
+        model: a `Transformer` or a `CausalLM`, or a wrapper of one; in a pipeline any stage of this rank.
         tokens: (batch, seq), int64; prompts of equal length, at least one token.
         max_new_tokens: maximum number of tokens to add.
         temperature: divides the logits; 0 always selects the most likely token.
@@ -161,6 +163,11 @@ def stream_tokens(
     return _continue(inner, tokens, max_new_tokens, sampling, generator, eos_id)
 
 
+def representative(model: Any) -> Any:
+    """The model; of the stages of a pipeline that a rank has, the first, which generates with all of them."""
+    return model[0] if isinstance(model, list) else model
+
+
 def inner_transformer(model: nn.Module) -> Transformer | None:
     """The `Transformer` inside wrappers such as DistributedDataParallel; None if there is none."""
     return next((module for module in model.modules() if isinstance(module, Transformer)), None)
@@ -179,8 +186,9 @@ def _continue(
     text[:, :prompt_length] = tokens
     reader = _WindowReader(model, text) if isinstance(model, Transformer) else _CausalReader(model, text)
     has_ended = torch.zeros(batch, 1, dtype=torch.bool, device=tokens.device)
-    with preserve_modes([model]):
-        model.eval()
+    with preserve_modes(parts := _parts_of(model)):
+        for part in parts:
+            part.eval()
         for end in range(prompt_length, text.shape[1]):
             with torch.no_grad():  # not around the whole loop, whose consumer runs between its steps
                 chosen = sampling.choose(reader.next_logits(end), generator, text[:, :end])
@@ -191,6 +199,12 @@ def _continue(
             yield chosen
             if eos_id is not None and has_ended.all():
                 return
+
+
+def _parts_of(model: nn.Module) -> list[nn.Module]:
+    """The model, or all stages that this rank has of it."""
+    pipeline = model.pipeline if isinstance(model, TransformerStage) else None
+    return [model] if pipeline is None else pipeline.chunks
 
 
 class _WindowReader:
@@ -214,10 +228,13 @@ class _WindowReader:
         start = self._window.start
         rotary = self._model.rotary
         if rotary is None or rotary.keeps_angles(end - start):
-            hidden = self._model.hidden_states(self._text[:, start + self._cache.length : end], self._cache)
-        else:  # dynamic scaling: each new token changes the rotation of all earlier ones
-            hidden = self._model.hidden_states(self._text[:, start:end])
-        return self._model.logits(hidden[:, -1])
+            return self._scores(self._text[:, start + self._cache.length : end], self._cache)
+        return self._scores(self._text[:, start:end])  # dynamic scaling: a new token changes all earlier rotations
+
+    def _scores(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        if isinstance(self._model, TransformerStage):
+            return self._model.next_scores(tokens, cache)
+        return self._model.logits(self._model.hidden_states(tokens, cache)[:, -1])
 
     def _empty_cache(self) -> KeyValueCache:
         return KeyValueCache(self._model.config.num_layers, self._capacity)

@@ -10,16 +10,18 @@ import torch.distributed as dist
 
 from onstep.checkpoint import RngState
 from onstep.distributed.main_only import main_only
+from onstep.distributed.pipeline.seats import seat_of
 from onstep.distributed.shards import is_sharded
 from onstep.errors import RankFailedError, named_text
+from onstep.events.context import unwrap
 from onstep.models.generation.generate import preserve_modes
 
 T = TypeVar("T")
 
 
 def is_run_by_all(model: Any) -> bool:
-    """Whether all ranks must call the model together, because each has only a part of it."""
-    return hasattr(model, "parameters") and is_sharded(model.parameters())
+    """Whether all ranks must call the model together, because each has only a part of it: shards, or stages."""
+    return hasattr(model, "parameters") and (seat_of(unwrap(model)) is not None or is_sharded(model.parameters()))
 
 
 def generate_undisturbed(model: Any, generate: Callable[[], T]) -> T:
@@ -58,7 +60,7 @@ def _usable_shards(model: Any) -> Iterator[None]:
 
     A generation calls parts of the model, and only a call of the whole would gather these parameters.
     """
-    if not is_run_by_all(model):
+    if not (hasattr(model, "parameters") and is_sharded(model.parameters())):
         yield
         return
     from torch.distributed.fsdp import FSDPModule

@@ -26,6 +26,7 @@ from onstep.errors import ConfigError, MissingExtraError, RankFailedError, named
 from onstep.events import CallbackContext, CallbackManager, RunView, TrainerCallback
 from onstep.events.settings import check_setting
 from onstep.metrics.torch_profiler import NextSteps, is_recording
+from onstep.models.generation.generate import representative
 from onstep.models.generation.prompts import can_generate, continue_prompts
 from onstep.record.kinds import FILE_NAME as RECORD_NAME
 from onstep.record.kinds import Kind
@@ -103,7 +104,7 @@ class TrainerControlCallback(TrainerCallback):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Keep hold of the run, and start the server on rank 0."""
-        run, self._model, args = context.state, context.unwrapped_model, context.args
+        run, self._model, args = context.state, representative(context.unwrapped_model), context.args
         self._run = run
         if not self._is_served():
             return

@@ -11,6 +11,7 @@ from torch import nn
 
 from onstep.config import ConfigContainer, DatasetConfig, ModelConfig
 from onstep.config.lengths import sizes_of
+from onstep.config.pipelines import schedule_of
 from onstep.data import (
     EvalLoader,
     RecordStream,
@@ -26,6 +27,7 @@ from onstep.data import (
 from onstep.data.corpus.tokenizers import TokenizersTokenizer
 from onstep.distributed import World
 from onstep.distributed.pipeline.seats import seats_of_rank
+from onstep.distributed.pipeline.whole import WholePipeline
 from onstep.errors import ConfigError, DataError, MissingWeightsError
 from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
 from onstep.models import ModelHook, Transformer
@@ -104,7 +106,11 @@ def cut_into_stages(chunks: list[nn.Module], config: ConfigContainer, world: Wor
             f"{'one with a value head' if isinstance(model, Transformer) else 'a ' + type(model).__name__}; let data "
             f"parallelism use the ranks, or parallel.data_parallel_shard_size=-1."
         )
-    return [*cut(model, seats_of_rank(config.parallel, model.config.num_layers, world.sizes, world.rank))]
+    stages = cut(model, seats_of_rank(config.parallel, model.config.num_layers, world.sizes, world.rank))
+    pipeline = WholePipeline(stages, world, schedule_of(config.parallel))
+    for stage in stages:
+        stage.pipeline = pipeline
+    return [*stages]
 
 
 def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Module]:

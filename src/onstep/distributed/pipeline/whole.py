@@ -1,0 +1,71 @@
+"""Runs inputs through all stages of a pipeline outside of its schedule, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onstep.config.pipelines import Schedule
+from onstep.distributed.world import World
+
+if TYPE_CHECKING:
+    from onstep.distributed.pipeline.passes import Passes
+
+StageForward = Callable[[nn.Module, Tensor | None], Tensor]
+"""(stage, what the stage before has computed); what is sent on, or of the last stage the result."""
+
+
+class WholePipeline:
+    """The stages of this rank as a part of all of them.
+
+    Args:
+        chunks: the stages of this rank, ascending.
+        world: the ranks of the run.
+        schedule: by which they are divided among the ranks.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], world: World, schedule: Schedule) -> None:
+        self.chunks = list(chunks)
+        self._world, self._schedule = world, schedule
+
+    def __deepcopy__(self, memo: object) -> WholePipeline:
+        """The same object: ranks and groups have no copies."""
+        return self
+
+    def run(self, forward: StageForward, shape: tuple[int, ...], result: Tensor) -> Tensor:
+        """Run one input forward, and give all ranks what the last stage makes of it. Collective over the pipeline.
+
+        Args:
+            forward: the pass through a stage.
+            shape: of the hidden states between stages.
+            result: as large as the result and of its type; overwritten.
+        """
+        self._forward, self._result = forward, result
+        self._passes.forward([shape])
+        dist.broadcast(result, self._last_rank, group=self._world.group("pp"))
+        return result
+
+    @cached_property
+    def _passes(self) -> Passes:
+        from onstep.distributed.pipeline.passes import Passes  # imports torch's pipelines
+
+        first: Any = self.chunks[0]
+        return Passes(self.chunks, self._world, self._schedule, first.hidden_dtype, self._pass)
+
+    @property
+    def _last_rank(self) -> int:
+        [ranks] = [part for part in self._world.parts("pp") if self._world.rank in part]
+        return ranks[0 if self._schedule.chunks == "two" else -1]
+
+    def _pass(self, number: int, index: int, received: Tensor | None) -> Tensor:
+        chunk: Any = self.chunks[number]
+        output = self._forward(chunk, received)
+        if not chunk.pipeline_seat.is_last:
+            return output.contiguous()
+        self._result.copy_(output)
+        return torch.empty(0)

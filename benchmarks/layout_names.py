@@ -43,8 +43,11 @@ def _sharded(ranks: int, *keys: str, replicas: int = 1) -> Layout:
     return Layout(ranks, (*size, *keys))
 
 
+DIVIDED = ("ddp.use_distributed_optimizer=true", "ddp.bucket_cap_mb=0.05")
+
+
 def _divided(ranks: int, *keys: str) -> Layout:
-    return Layout(ranks, ("ddp.use_distributed_optimizer=true", "ddp.bucket_cap_mb=0.05", *keys))
+    return Layout(ranks, (*DIVIDED, *keys))
 
 
 def _tensors(size: int, *keys: str, shards: int = 1, replicas: int = 1) -> Layout:
@@ -94,6 +97,9 @@ LAYOUTS = {
     "fsdp2 x tp2": _tensors(2, shards=2),
     "fsdp2 x tp2 sp": _tensors(2, SEQUENCES, shards=2),
     "hsdp 2x2 x tp2 sp": _tensors(2, SEQUENCES, shards=2, replicas=2),
+    "distopt2 x tp2": _tensors(2, *DIVIDED, replicas=2),
+    "distopt2 x tp2 sp": _tensors(2, *DIVIDED, SEQUENCES, replicas=2),
+    "distopt2 x tp2 sp both": _tensors(2, *DIVIDED, SEQUENCES, SUMS, GATHERS, replicas=2),
     "tp2 sp bf16": _tensors(2, SEQUENCES, IN_BF16),
     "fsdp2 x tp2 sp bf16": _tensors(2, SEQUENCES, IN_BF16, shards=2),
     "one bf16": Layout(1, (IN_BF16,)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from layout_names import IN_BF16, Layout, Variant
+from layout_names import DIVIDED, IN_BF16, Layout, Variant
 from layout_rows import LENGTH, ROWS, VOCABULARY
 
 _COLUMNS = (
@@ -25,6 +25,11 @@ def held_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: 
         for name, (shape, _, width) in zip(names, shapes, strict=True)
     ]
     trained = float(sum(size for size, (_, is_trained, _) in zip(sizes, shapes, strict=True) if is_trained))
+    if DIVIDED[0] in layout.keys:  # the gradients are in buffers, and no longer those of the parameters
+        return {
+            "parameters": float(sum(sizes)),
+            "state": 2 * _rows_of_all(layout, variant, shapes, names) / layout.data_ranks,
+        }
     return {"parameters": float(sum(sizes)), "gradients": trained, "state": 2 * trained}
 
 
@@ -37,14 +42,29 @@ def _parts(name: str, layout: Layout, variant: Variant) -> int:
 
 def _held(name: str, shape: list[int], ranks: int, shards: int) -> int:
     """Elements of a parameter on rank 0, of which ranks have as many parts."""
-    sizes, dim = list(shape), _divided(name)
-    if dim is not None:
-        sizes[dim] = math.ceil(sizes[dim] / ranks)
+    sizes, dim = _of_tensor_rank(name, shape, ranks), _divided(name)
     other = 0
     if dim == 0 and len(sizes) > 1 and sizes[1] % shards == 0:
         other = 1
     sizes[other] = math.ceil(sizes[other] / shards)
     return math.prod(sizes)
+
+
+def _of_tensor_rank(name: str, shape: list[int], ranks: int) -> list[int]:
+    """The shape of what the first rank of `tp` has of a parameter, of which ranks have as many parts."""
+    sizes, dim = list(shape), _divided(name)
+    if dim is not None:
+        sizes[dim] = math.ceil(sizes[dim] / ranks)
+    return sizes
+
+
+def _rows_of_all(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> float:
+    """Bytes of what the first rank of `tp` has of the trained parameters, with as many rows for each rank of data."""
+    ranks, total = layout.data_ranks, 0
+    for name, (shape, is_trained, width) in zip(names, shapes, strict=True):
+        rows, *others = _of_tensor_rank(name, shape, _parts(name, layout, variant))
+        total += math.ceil(rows / ranks) * ranks * math.prod(others) * width * is_trained
+    return float(total)
 
 
 def _divided(name: str) -> int | None:
@@ -69,9 +89,13 @@ def _is_summed(name: str, *, of_sequences: bool) -> bool:
 
 
 def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
-    """Bytes of a step by kind, without ranks of data: activations, logits, and the gradients of what is replicated."""
+    """Bytes of a step by kind: activations, logits, and the gradients of what is replicated.
+
+    With ranks of data where they divide the updates, whose gradients are scattered and whose parameters are gathered.
+    """
+    divides = DIVIDED[0] in layout.keys
     if (
-        layout.data_ranks > 1
+        (layout.data_ranks > 1 and not divides)
         or variant.door != "train"
         or variant.model != "own"
         or variant.lora
@@ -79,11 +103,11 @@ def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: 
     ):
         return {}
     options = dict(key.split("=") for key in (*layout.keys, *variant.keys))
-    width, tokens = shapes[0][2], ROWS * LENGTH
+    width, tokens = shapes[0][2], ROWS * LENGTH // layout.data_ranks
     layers, hidden, ranks = 3, 32, layout.tensor_ranks
     activation = tokens * hidden * width
     again = layers if options.get("model.recompute_granularity") == "full" else 0  # all but the last sum of a layer
-    found = {"gather": 0, "scatter": 0, "reduce": activation}  # the gradient of the head's input
+    found = {"gather": 0.0, "scatter": 0.0, "reduce": float(activation)}  # the gradient of the head's input
     if variant.loss == "step":
         found["gather"] += tokens * math.ceil(VOCABULARY / ranks) * ranks * width
     else:
@@ -94,6 +118,7 @@ def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: 
         for name, (shape, is_trained, size) in zip(names, shapes, strict=True)
         if is_trained and _is_summed(name, of_sequences=layout.divides_sequences)
     )
+    summed /= layout.data_ranks  # of each the sum over the ranks of data
     found["reduce"] += summed if summed > _SMALL else 0
     parts = [_parts(name, layout, variant) for name in names]
     copied = sum(
@@ -101,13 +126,17 @@ def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: 
         for (shape, _, size), of_name in zip(shapes, parts, strict=True)
         if of_name < ranks
     )
+    copied /= layout.data_ranks
     found["reduce"] += copied if copied > _SMALL else 0
+    if divides:
+        found["gather"] += _rows_of_all(layout, variant, shapes, names)
+        found["scatter"] += _rows_of_all(layout, variant, shapes, names)
     if not layout.divides_sequences:
         found["reduce"] += (4 * layers + 1 + again) * activation
-        return {kind: float(size) for kind, size in found.items()}
+        return found
     found["gather"] += (4 * layers + 1 + 2 * again) * activation
     found["scatter"] += (4 * layers + again) * activation
     is_learned = options.get("model.position_embedding_type") == "learned_absolute"
     found["reduce" if is_learned else "scatter"] += activation  # positions are added to whole embeddings
     found["gather"] += activation if is_learned or shapes[names.index("embedding.weight")][1] else 0
-    return {kind: float(size) for kind, size in found.items()}
+    return found

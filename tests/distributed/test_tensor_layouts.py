@@ -27,6 +27,9 @@ ROWS = {
     "tp4 sp": ["an empty rank", "losses", "one group", "grouped"],
     "tp2 sp checkpointed": ["plain"],
     "hsdp 2x2 x tp2 sp": ["losses"],
+    "distopt2 x tp2": [*PLAIN, "Trainer", *OTHERS],
+    "distopt2 x tp2 sp": ["losses", "lora", "pretrain"],
+    "distopt2 x tp2 sp both": ["an empty rank", "tied", "losses", "one group"],
 }
 
 
@@ -37,14 +40,14 @@ def rows(processes: Processes, directory: Path, layout: str, variants: list[Any]
 
 
 SHORT = {
-    "tp2 sp": ["an empty rank", "one group", "tied", "losses", "dropout", "attention dropout"],
-    "fsdp2 x tp2 sp": ["losses"],
+    2: [("tp2 sp", name) for name in ("an empty rank", "one group", "tied", "losses", "dropout", "attention dropout")],
+    4: [("fsdp2 x tp2 sp", "losses"), ("distopt2 x tp2 sp both", "one group")],
 }
 
 
-def compare(processes: Processes, directory: Path, layout: str, names: list[str]) -> None:
-    """Hold rows of a layout against one process."""
-    wanted = [alone_of(layout, name) for name in names]
+def compare(processes: Processes, directory: Path, pairs: list[tuple[str, str]]) -> None:
+    """Hold rows of layouts of as many ranks, and variants, against one process."""
+    wanted, names = [alone_of(*pair) for pair in pairs], [name for _, name in pairs]
     assert {reference for reference, _ in wanted} <= {"one", "ddp2", "ddp4"}
     alone: dict[int, tuple[Any, Any]] = {}
     for reference in sorted({reference for reference, _ in wanted}):
@@ -52,27 +55,27 @@ def compare(processes: Processes, directory: Path, layout: str, names: list[str]
         variants = [(names[number], {"accumulation": wanted[number][1].accumulation}) for number in of_reference]
         place = directory / reference
         alone |= dict(zip(of_reference, rows(processes, place, reference, variants), strict=True))
-    found = rows(processes, directory / layout, layout, [(name, {}) for name in names])
-    for number, name in enumerate(names):
+    found = rows(processes, directory / "ranks", pairs[0][0], [(name, {"layout": layout}) for layout, name in pairs])
+    for number, (layout, name) in enumerate(pairs):
         beside = compared(LAYOUTS[layout], VARIANTS[name], alone[number], found[number])
-        assert beside.outside(LAYOUTS[layout], VARIANTS[name]) == [], (name, beside)
+        assert beside.outside(LAYOUTS[layout], VARIANTS[name]) == [], (layout, name, beside)
 
 
-@pytest.mark.parametrize("layout", SHORT)
+@pytest.mark.parametrize("ranks", SHORT)
 def test_a_layout_trains_as_one_process_and_sends_and_holds_what_theory_says(
-    processes: Processes, tmp_path: Path, layout: str
+    processes: Processes, tmp_path: Path, ranks: int
 ) -> None:
-    compare(processes, tmp_path, layout, SHORT[layout])
+    compare(processes, tmp_path, SHORT[ranks])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ROWS)
 def test_each_row_of_the_table_is_as_one_process(processes: Processes, tmp_path: Path, layout: str) -> None:
-    compare(processes, tmp_path, layout, ROWS[layout])
+    compare(processes, tmp_path, [(layout, name) for name in ROWS[layout]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "tp4 sp", "dp2 x tp2", "fsdp2 x tp2 sp"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sp", "tp4 sp", "dp2 x tp2", "fsdp2 x tp2 sp", "distopt2 x tp2 sp both"])
 def test_three_runs_have_the_same_bits(processes: Processes, tmp_path: Path, layout: str) -> None:
     (one, weights), *others = rows(processes, tmp_path, layout, [("losses", {})] * 3)
     for other, its_weights in others:

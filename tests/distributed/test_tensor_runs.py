@@ -127,10 +127,38 @@ def test_layouts_continue_each_other(runs: Runs) -> None:
     assert is_close(again[0], whole[0], 4)
     assert is_close(sharded[0], whole[0], 2)
     assert is_close(tensors[0], whole[0], 2)
+    runs.copy("tp2-both", "tp2-divided")
     both = runs.train(
         {"how": "fsdp2 x tp2 sp", "run": "tp2-both", "keys": dry[:1], "steps": 6},
         {"how": "fsdp2 x tp2 sp", "run": "fsdp2-both", "keys": dry[:1], "steps": 6},
+        {"how": "distopt2 x tp2 sp", "run": "tp2-divided", "keys": dry[:1], "steps": 6},
         ranks=4,
     )
     for found in both:
         assert is_close(found[0], whole[0], 2)
+
+
+@pytest.mark.slow
+def test_divided_updates_continue_to_the_bit_and_in_other_layouts(runs: Runs) -> None:
+    how, dry = "distopt2 x tp2 sp", ["model.hidden_dropout=0"]
+    keys = [*dry, "train.check_weight_hash_across_dp_replicas_interval=1"]
+    whole, _, drifted = runs.train(
+        {"how": how, "run": "whole", "keys": keys},
+        {"how": how, "run": "part", "keys": [*keys, *UNTIL_2]},
+        {"how": how, "run": "drifted", "keys": keys, "drifts": [1, 1], "drifting": "layers.1.attention_norm.weight"},
+        ranks=4,
+    )
+    for found in drifted:
+        assert "rank 1, tp 1, dp_shard 0 differs in layers.1.attention_norm.weight; rank 3, tp 1" in found["error"]
+    for other in ("one", "fsdp2", "asynchronous"):
+        runs.copy("part", other)
+    both = (
+        {"how": how, "run": "part", "keys": dry},
+        {"how": how, "run": "asynchronous", "keys": [*dry, "checkpoint.async_save=true"]},
+    )
+    for rest in runs.train(*both, ranks=4):
+        assert is_rest(rest[0], whole[0], 2)
+    [one] = runs.train({"how": "one", "run": "one", "keys": dry}, ranks=1)
+    [sharded] = runs.train({"how": "fsdp2", "run": "fsdp2", "keys": dry})
+    assert is_close(sharded[0], one[0], 0)
+    assert one[0]["prints"][0] == sharded[0]["prints"][0] == whole[0]["prints"][2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.dlpack import from_dlpack
+
+from onstep.distributed.shards import as_dtensor, held_part
 
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -24,6 +26,8 @@ class Ranks:
 
     mesh: DeviceMesh
     """Its last dimension has the ranks that divide the rows; along one before it, others do the same with a replica."""
+    beside_tensors: Callable[[DeviceMesh], DeviceMesh] | None = field(default=None, compare=False)
+    """Given the mesh of tensor-parallel ranks, one with the dimensions of `mesh` after its own. Collective."""
     beside: ProcessGroup | None = field(default=None, compare=False)
     """Another group of the ranks that divide the rows, for gathers that other collectives are not to wait for."""
 
@@ -42,6 +46,18 @@ class Ranks:
         """The ranks with the same rows; None if there are no others."""
         return self.mesh.get_group(0) if self.mesh.ndim > 1 else None
 
+    def mesh_of(self, parameter: Tensor) -> DeviceMesh:
+        """The mesh of what an optimizer updates for a parameter. Collective for the first DTensor of a mesh.
+
+        Args:
+            parameter: a plain one, or a DTensor of tensor-parallel ranks.
+        """
+        dtensor = as_dtensor(parameter)
+        if dtensor is None:
+            return self.mesh
+        assert self.beside_tensors is not None, "a DTensor among replicas"
+        return self.beside_tensors(dtensor.device_mesh)
+
     @property
     def size(self) -> int:
         """The number of parts."""
@@ -59,13 +75,42 @@ class Member:
 
     name: str
     parameter: nn.Parameter
-    """A view of the bucket's values."""
+    """A view of the bucket's values, or a DTensor whose part on this rank is one."""
     gradient: Tensor
-    """A view of the bucket's gradients, of the same shape."""
+    """A view of the bucket's gradients, of the shape of what this rank holds of the parameter."""
     shard: nn.Parameter
     """What the optimizer updates: the parameter as a DTensor, whose part on this rank is a view of its rows."""
     shard_gradient: Tensor
     """The sum over the ranks for these rows, as a DTensor."""
+    has_summands: bool = False
+    """Whether the ranks of the last dimension of a DTensor's mesh have summands of its gradient."""
+
+    @property
+    def first_grad(self) -> Tensor | None:
+        """`grad` of the parameter before a backward pass, to which autograd adds; a DTensor has none."""
+        return self.gradient if as_dtensor(self.parameter) is None else None
+
+    def take(self, grad: Tensor) -> None:
+        """Add a gradient of a backward pass to this rank's.
+
+        Args:
+            grad: of the parameter.
+        """
+        known = as_dtensor(grad)
+        if known is not None:
+            from torch.distributed.tensor import Partial
+
+            wanted = list(self.parameter.placements)  # type: ignore[attr-defined]
+            if self.has_summands:
+                wanted[-1] = Partial()
+            grad = known.redistribute(placements=wanted).to_local()
+        self.gradient.add_(grad)
+
+    @property
+    def summing(self) -> ProcessGroup:
+        """The ranks that have summands of its gradient."""
+        mesh: DeviceMesh = self.parameter.device_mesh  # type: ignore[attr-defined]
+        return mesh.get_group(mesh.ndim - 1)
 
 
 class Bucket:
@@ -79,6 +124,7 @@ class Bucket:
         gradients: as long.
         ranks: the ranks that divide the rows.
         summed_in: the type in which gradients are summed; None is their own.
+        summands: the ids of DTensors of whose gradients tensor-parallel ranks have summands.
     """
 
     def __init__(
@@ -88,6 +134,7 @@ class Bucket:
         gradients: Tensor,
         ranks: Ranks,
         summed_in: torch.dtype | None = None,
+        summands: Set[int] = frozenset(),
     ) -> None:
         self.ranks, self._summed_in = ranks, summed_in
         self._sizes = [room(parameter, ranks.size) // ranks.size for _, parameter in named]
@@ -97,7 +144,7 @@ class Bucket:
         self._received = gradients.new_empty(sum(self._sizes))
         parts = torch.split(self._received, self._sizes)
         places = zip(named, self._values, self._gradients, parts, strict=True)
-        self.members = [_member(one, own, gradients, part, ranks) for one, own, gradients, part in places]
+        self.members = [_member(one, own, gradients, part, ranks, summands) for one, own, gradients, part in places]
         self._summing: _Sum | None = None
         """The sum that is being computed."""
         self._gathering: tuple[dist.Work | None, Tensor] | None = None
@@ -150,6 +197,8 @@ class Bucket:
             ranks: the same as before, in that world.
         """
         self.ranks, self._summing = ranks, None
+        for one in self.members:
+            ranks.mesh_of(one.parameter)  # has the groups of that world then
         if self._gathering is not None:
             self._gathering, self.is_current = None, False
 
@@ -197,39 +246,52 @@ class _Sum:
 
 
 def room(parameter: Tensor, ranks: int) -> int:
-    """The number of elements of a parameter with as many rows on each rank.
+    """The number of elements of what this rank holds of a parameter, with as many rows for each rank.
 
     Args:
         parameter: of at least one dimension.
         ranks: the number of ranks that divide it.
     """
-    return -(-parameter.shape[0] // ranks) * ranks * math.prod(parameter.shape[1:])
+    shape = held_part(parameter).shape
+    return -(-shape[0] // ranks) * ranks * math.prod(shape[1:])
 
 
 @torch.no_grad()
 def _member(
-    named: tuple[str, nn.Parameter], values: Tensor, gradients: Tensor, received: Tensor, ranks: Ranks
+    named: tuple[str, nn.Parameter],
+    values: Tensor,
+    gradients: Tensor,
+    received: Tensor,
+    ranks: Ranks,
+    summands: Set[int],
 ) -> Member:
     from torch.distributed.tensor import DTensor, Replicate, Shard  # importing DTensor costs 0.7 s
 
     name, parameter = named
-    shape, columns = parameter.shape, math.prod(parameter.shape[1:])
-    start = min(len(received) * ranks.rank, parameter.numel())
-    own = min(len(received), parameter.numel() - start)
+    held, dtensor = held_part(parameter), as_dtensor(parameter)
+    shape, size, columns = held.shape, held.numel(), math.prod(held.shape[1:])
+    start = min(len(received) * ranks.rank, size)
+    own = min(len(received), size - start)
     rows = (own // columns if columns else 0, *shape[1:])
-    values[: parameter.numel()].copy_(parameter.flatten())
-    parameter.data = _with_own_storage(values[: parameter.numel()]).view(shape)
+    values[:size].copy_(held.flatten())
+    view = _with_own_storage(values[:size]).view(shape)
+    if dtensor is None:
+        parameter.data = view
+    else:
+        dtensor._local_tensor = view
+    of_tensors = () if dtensor is None else dtensor.placements
+    placements = [*of_tensors, *[Replicate()] * (ranks.mesh.ndim - 1), Shard(0)]
+    mesh = ranks.mesh_of(parameter)
 
     def divided(part: Tensor) -> DTensor:
-        placements = [*[Replicate()] * (ranks.mesh.ndim - 1), Shard(0)]
         return DTensor.from_local(
-            part.view(rows), ranks.mesh, placements, run_check=False, shape=shape, stride=parameter.stride()
+            part.view(rows), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
 
     shard = nn.Parameter(divided(values[start : start + own]))
     shard.model_parameter, parameter.updated_shard = parameter, shard  # type: ignore[attr-defined]
-    gradient = gradients[: parameter.numel()].view(shape)
-    return Member(name, parameter, gradient, shard, divided(received[:own]))
+    gradient = gradients[:size].view(shape)
+    return Member(name, parameter, gradient, shard, divided(received[:own]), id(parameter) in summands)
 
 
 def _with_own_storage(view: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -13,6 +13,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from onstep.config import DistributedDataParallelConfig
@@ -22,6 +23,8 @@ from onstep.distributed.gathers import Gathers
 from onstep.distributed.gradient_exchange import notes_of
 from onstep.distributed.mxfp8_buckets import MXFP8Bucket
 from onstep.distributed.refusals import check_undivided
+from onstep.distributed.shard_sums import sum_together
+from onstep.distributed.shards import held_part, is_sharded
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 
@@ -35,6 +38,8 @@ _SUMS_AT_ONCE = 4
 
 class BufferedDataParallel(nn.Module):
     """A model chunk that is whole on every rank, of which each rank updates some rows: see `DistributedOptimizer`.
+
+    Where the ranks of `tp` divide the tensors of layers, those of data divide the updates of what each of them holds.
 
     Its trained parameters are views of flat tensors, one for each type, and so are their gradients. Without hooks,
     parameters are gathered as soon as they are updated; with them (`enable_forward_pre_hook`), while the forward pass
@@ -144,7 +149,7 @@ class BufferedDataParallel(nn.Module):
                     flat.zero_()
         for one in self.members:
             one.shard.grad = one.parameter.main_grad = None  # type: ignore[attr-defined]
-            one.parameter.grad = one.gradient if one.parameter.requires_grad else None
+            one.parameter.grad = one.first_grad if one.parameter.requires_grad else None
         self._used.clear()
         self._is_summed, self._next = False, 0
         self._waiting = [
@@ -196,6 +201,12 @@ class BufferedDataParallel(nn.Module):
             begun.append(bucket)
         for bucket in begun:
             bucket.finish_sum()
+        summands: dict[ProcessGroup, list[Tensor]] = {}
+        for one in self.members:
+            if one.has_summands and id(one.parameter) in used:
+                summands.setdefault(one.summing, []).append(held_part(one.shard_gradient))
+        for group, parts in summands.items():
+            sum_together(parts, group)
         for one in self.members:
             one.parameter.grad = None  # this rank's summands, which nobody is to take for the sum
             if id(one.parameter) in used:
@@ -255,7 +266,7 @@ class BufferedDataParallel(nn.Module):
 
     def _divided(self) -> Iterator[Bucket]:
         """Move the trained parameters into flat tensors, one for each type and device; their parts are the buckets."""
-        kind: Callable[..., Bucket] = Bucket
+        kind: Callable[..., Bucket] = partial(Bucket, summands=_summands(self.module))
         if self.ddp_config.fp8_param_gather:
             kind = partial(MXFP8Bucket, shares=self.ddp_config.reuse_grad_buf_for_mxfp8_param_ag)
         named = [(name, one) for name, one in self.module.named_parameters() if one.requires_grad][::-1]
@@ -302,7 +313,7 @@ class BufferedDataParallel(nn.Module):
         return {id(one.parameter) for one in trained}
 
     def _has_views(self) -> bool:
-        return all(one.parameter.grad is one.gradient for one in self.members)
+        return all(one.parameter.grad is one.first_grad for one in self.members)
 
 
 class _Arrival:
@@ -314,8 +325,8 @@ class _Arrival:
     def __call__(self, parameter: Tensor) -> None:
         member, chunk = self._member, self._chunk
         if parameter.grad is not None and parameter.grad is not member.gradient:  # somebody has cleared it otherwise
-            member.gradient.add_(parameter.grad)
-            parameter.grad = member.gradient
+            member.take(parameter.grad)
+            parameter.grad = member.first_grad
         chunk.arrived(member)
 
 
@@ -337,7 +348,7 @@ def buffered_data_parallel(
     """
     from onstep.distributed.fully_sharded import broadcast, check_alike  # importing DTensor costs 0.7 s
 
-    check_undivided(chunks, "whole on every rank")
+    check_undivided(chunks, "whole on every rank", along=world.part_of_mesh("tp") if world.sizes.tp > 1 else None)
     shards, instances = world.sizes.dp_shard, config.num_distributed_optimizer_instances
     if shards == 1 and 1 < instances < world.data.size:
         raise ConfigError(
@@ -347,7 +358,11 @@ def buffered_data_parallel(
     axis = "dp_replicate" if shards == 1 else "dp_shard"
     axes = ("dp_replicate", "dp_shard") if shards > 1 and world.sizes.dp_replicate > 1 else (axis,)
     is_queued = config.overlap_param_gather and world.device.type == "cpu"
-    ranks = Ranks(world.part_of_mesh(*axes), world.group_beside(axis) if is_queued else None)
+    ranks = Ranks(
+        world.part_of_mesh(*axes),
+        lambda tensors: world.beside_tensors(tensors, *axes),
+        world.group_beside(axis) if is_queued else None,
+    )
     for chunk in chunks:
         check_alike(chunk, world)
         broadcast(chunk, world)
@@ -398,15 +413,24 @@ def _parts(named: Sequence[tuple[str, nn.Parameter]], elements: int) -> Iterator
     """
     part: list[tuple[str, nn.Parameter]] = []
     for name, one in named:
-        if one.numel() >= elements:
+        if held_part(one).numel() >= elements:
             yield [(name, one)]
             continue
         part.append((name, one))
-        if sum(parameter.numel() for _, parameter in part) >= elements:
+        if sum(held_part(parameter).numel() for _, parameter in part) >= elements:
             yield part
             part = []
     if part:
         yield part
+
+
+def _summands(module: nn.Module) -> Set[int]:
+    """The ids of the DTensors of whose gradients tensor-parallel ranks have summands."""
+    if not is_sharded(module.parameters()):
+        return frozenset()
+    from onstep.distributed.tensor_parallel import summed_parameters  # importing DTensor costs 0.7 s
+
+    return summed_parameters(module)
 
 
 def _summed_in(dtype: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype | None:

@@ -170,10 +170,11 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
             f"and norms would be wrong; make GlobalState without world=, or pass world=open_world(cfg.dist)."
         )
     for chunk in chunks:
+        is_buffered = isinstance(chunk, BufferedDataParallel)
         for prefix, module in chunk.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 dtensor, mesh = as_dtensor(parameter), meshes.get((id(module), name))
-                if dtensor is None or _is_divided_over(dtensor.device_mesh, mesh, world):
+                if dtensor is None or _is_divided_over(dtensor.device_mesh, mesh, world, is_buffered=is_buffered):
                     continue
                 rule = f"weights that are divided along other axes are not supported ({world.place()})"
                 if world.data.size == world.size:
@@ -189,18 +190,19 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
                 )
 
 
-def _is_divided_over(mesh: DeviceMesh, data: DeviceMesh | None, world: World) -> bool:
+def _is_divided_over(mesh: DeviceMesh, data: DeviceMesh | None, world: World, *, is_buffered: bool) -> bool:
     """Whether a parameter is divided between all ranks of a world in ways that a training of these ranks knows.
 
     Args:
         mesh: that of the parameter.
         data: the part of it that FSDP2 divides it over; None if it does not.
         world: the ranks.
+        is_buffered: whether ranks divide its updates.
     """
     if world.sizes.tp == 1 or world.data.size * world.sizes.tp != world.size:
         return data is not None and data.size() == mesh.size() == world.size
     if data is None:
-        return world.data.size == 1 and has_ranks_of(mesh, world.part_of_mesh("tp"))
+        return (is_buffered or world.data.size == 1) and has_ranks_of(mesh, world.part_of_mesh("tp"))
     return data.size() == world.data.size and mesh.size() == world.size
 
 

@@ -201,6 +201,26 @@ class RankGroups:
             self._meshes[key] = _renewed(whole[_BLOCK_AXES])
         return self._meshes[key]
 
+    def beside_tensors(self, mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+        """A mesh of tensor-parallel ranks, with other axes as its last dimensions. Collective the first time.
+
+        Args:
+            mesh: of this rank's tensor-parallel ranks, perhaps in blocks.
+            axes: of `AXES`.
+        """
+        key = ("tp", *map(str, mesh.mesh.shape), *axes)
+        if key not in self._meshes:
+            own = self.part_of_mesh(("tp",)) if mesh.ndim == 1 else self.tensor_blocks(mesh.size(0))
+            ranks = self.part_of_mesh((*axes, "tp")).mesh.movedim(-1, 0)
+            made = DeviceMesh.from_group(
+                [*own.get_all_groups(), *(self.over((axis,)) for axis in axes)],
+                self._device.type,
+                mesh=ranks.reshape(*own.mesh.shape, *ranks.shape[1:]),
+                mesh_dim_names=(*(own.mesh_dim_names or ()), *axes),
+            )
+            self._meshes[key] = _renewed(made)
+        return self._meshes[key]
+
     def _within(self, parts: list[tuple[int, ...]], name: str) -> ProcessGroup:
         group = self.own_of(parts, name)
         assert group is not None

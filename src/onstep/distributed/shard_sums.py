@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from onstep.distributed.shards import Split, split_of
 
@@ -96,6 +97,19 @@ class _Stage:
 def _sum(of_ranks: Tensor) -> Tensor:
     total: Tensor = of_ranks.sum(0)
     return total
+
+
+def sum_together(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Sum tensors of one type over ranks, in place. Collective: one sum.
+
+    Args:
+        tensors: of this rank, as many and as large as those of the others.
+        group: the ranks.
+    """
+    together = torch.cat([one.flatten() for one in tensors])
+    dist.all_reduce(together, group=group)
+    totals = torch.split(together, [one.numel() for one in tensors])
+    torch._foreach_copy_(list(tensors), [total.view_as(one) for one, total in zip(tensors, totals, strict=True)])
 
 
 class Kinds:

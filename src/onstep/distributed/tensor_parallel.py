@@ -142,6 +142,14 @@ class Part:
     forward: Callable[..., Any] | None = None
     """Called with the module and its arguments, instead of its class's `forward`."""
 
+    def sums(self, name: str) -> bool:
+        """Whether the ranks compute summands of the gradient of a parameter.
+
+        Args:
+            name: of the parameter in its module.
+        """
+        return self.blocks is not None if name in self.dims else self.sums_gradients
+
 
 class LocalForward:
     """The `forward` of a module that computes with the parts of its parameters that this rank holds.
@@ -183,8 +191,8 @@ class LocalForward:
         dtensor = None if parameter is None else as_dtensor(parameter)
         if dtensor is None:
             return parameter
-        is_summed = self.part.blocks is not None if name in self.part.dims else self.part.sums_gradients
-        return dtensor.to_local(grad_placements=[*dtensor.placements[:-1], Partial()] if is_summed else None)
+        placements = [*dtensor.placements[:-1], Partial()] if self.part.sums(name) else None
+        return dtensor.to_local(grad_placements=placements)
 
 
 def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world: World) -> None:
@@ -223,6 +231,22 @@ def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world
             module._parameters[own] = known
         if part is not None:
             object.__setattr__(module, "forward", LocalForward(module, part))
+
+
+def summed_parameters(chunk: nn.Module) -> set[int]:
+    """The ids of the parameters of whose gradients the ranks of `tp` compute summands.
+
+    Args:
+        chunk: a model that `divide` was given.
+    """
+    parts = [(module, vars(module).get("forward")) for module in chunk.modules()]
+    return {
+        id(parameter)
+        for module, forward in parts
+        if isinstance(forward, LocalForward)
+        for name, parameter in module._parameters.items()
+        if parameter is not None and forward.part.sums(name)
+    }
 
 
 def dimension_beside(shards: int, parameter: nn.Parameter) -> Shard | None:

@@ -113,6 +113,15 @@ class World:
         """
         return self._groups.tensor_blocks(blocks)
 
+    def beside_tensors(self, mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+        """A mesh of tensor-parallel ranks, with other axes as its last dimensions. Collective the first time.
+
+        Args:
+            mesh: `part_of_mesh("tp")`, or one of `tensor_blocks`.
+            axes: of `mesh`.
+        """
+        return self._groups.beside_tensors(mesh, axes)
+
     def group(self, *axes: str) -> ProcessGroup:
         """The process group of the ranks that differ from this one on these axes only. Collective the first time.
 

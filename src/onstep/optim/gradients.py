@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from onstep.distributed.shard_sums import Kinds
+from onstep.distributed.shard_sums import Kinds, sum_together
 from onstep.distributed.shards import as_dtensor, is_sharded, with_local_value
 from onstep.errors import ShardingError
 from onstep.optim.gradient_scaling import multiply
@@ -105,11 +104,9 @@ def sum_replicas(params: Sequence[Tensor]) -> None:
             of_group.setdefault((grad.device_mesh, len(others), grad.dtype), []).append(param)
     for (mesh, dim, _), members in of_group.items():
         own = [param.grad.to_local() for param in members]  # type: ignore[union-attr]
-        together = torch.cat([one.flatten() for one in own])
-        dist.all_reduce(together, group=mesh.get_group(dim))
-        totals = torch.split(together, [one.numel() for one in own])
-        for param, one, total in zip(members, own, totals, strict=True):
-            param.grad = with_local_value(param, total.view_as(one))
+        sum_together(own, mesh.get_group(dim))
+        for param, total in zip(members, own, strict=True):
+            param.grad = with_local_value(param, total)
 
 
 def clip_grad_norm(params: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]], max_norm: float) -> Tensor:

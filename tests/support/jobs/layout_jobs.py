@@ -30,22 +30,24 @@ from layout_rows import ROWS, Rows, config_of, model_of, run_row
 
 
 def job_rows(settings: dict[str, Any]) -> list[Any]:
-    """Variants of one layout, one after the other; their weights are in `<number>.pt`.
+    """Variants of a layout, or of others of as many ranks, one after the other; their weights are in `<number>.pt`.
 
     Without `along`, a file of weights for the starts of steps, those of one process go to `<number>-starts.pt`.
     """
-    layout, along = LAYOUTS[settings["layout"]], settings.get("along")
-    return [
-        run_row(
-            layout,
-            replace(VARIANTS[name], **more),
-            settings["steps"],
-            parameters=f"{number}.pt",
-            starts=f"{number}-starts.pt" if layout.ranks == 1 else None,
-            along=along,
+    found, along = [], settings.get("along")
+    for number, (name, more) in enumerate(settings["variants"]):
+        layout = LAYOUTS[more.pop("layout", settings["layout"])]
+        found.append(
+            run_row(
+                layout,
+                replace(VARIANTS[name], **more),
+                settings["steps"],
+                parameters=f"{number}.pt",
+                starts=f"{number}-starts.pt" if layout.ranks == 1 else None,
+                along=along,
+            )
         )
-        for number, (name, more) in enumerate(settings["variants"])
-    ]
+    return found
 
 
 def job_beside(settings: dict[str, Any]) -> list[Any]:

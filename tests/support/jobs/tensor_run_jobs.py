@@ -12,6 +12,7 @@ from onstep import Callback, pretrain
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.distributed.shards import as_dtensor
 from onstep.errors import ConfigError, ReplicaMismatchError
+from onstep.events.context import unwrap
 from onstep.training.verification.fingerprint import fingerprint
 from tests.support.small_configs import small_pretrain_config
 
@@ -24,6 +25,11 @@ LAYOUTS: dict[str, list[str]] = {
         "parallel.tensor_model_parallel_size=2",
         "parallel.sequence_parallel=true",
         "parallel.data_parallel_shard_size=2",
+    ],
+    "distopt2 x tp2 sp": [
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.sequence_parallel=true",
+        *(f"ddp.{key}=true" for key in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")),
     ],
 }
 
@@ -49,7 +55,7 @@ class Noted(Callback):
         if [step, rank] == self.settings.get("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if [step, rank] == self.settings.get("drifts"):
-            weight = dict(context.model[0].named_parameters())[self.settings["drifting"]]
+            weight = dict(unwrap(context.model[0]).named_parameters())[self.settings["drifting"]]
             found = as_dtensor(weight)
             assert found is not None
             with torch.no_grad():

@@ -57,10 +57,8 @@ def _undivided(config: ConfigContainer, sizes: ParallelSizes) -> Iterator[tuple[
     if model.fused_linear_loss:
         why = "its kernel computes the losses of a whole vocabulary"
         yield "model.fused_linear_loss=true", why, "set it to false: model.chunked_loss needs no more memory"
-    if config.ddp.use_distributed_optimizer and sizes.data > 1:
-        why = "ranks divide the updates of whole parameters"
-        remedy = "set it to false in ddp and optimizer, and parallel.data_parallel_shard_size=-1 to divide the state"
-        yield "ddp.use_distributed_optimizer=true", why, remedy
+    if config.ddp.fp8_param_gather:
+        yield "ddp.fp8_param_gather=true", "it quantizes whole parameters", f"set it to false, {to_one}"
     if config.train.torch_compile:
         why = "activations are exchanged inside of each block"
         yield "train.torch_compile=true", why, f"set it to false, {to_one}"

@@ -79,12 +79,16 @@ def _in_tensors(
     filling = [] if weights is None else [Filling(chunk, weights) for chunk in chunks]
     for chunk in chunks:
         divide_tensors(chunk, world, config)
-    if world.data.size > 1:
+    is_sharded_too = world.data.size > 1 and not config.ddp.use_distributed_optimizer
+    if is_sharded_too:
         chunks = fully_sharded(chunks, world, config, ddp)
-    device = torch.device("cpu") if config.fsdp.cpu_offload and world.data.size > 1 else world.device
+    device = torch.device("cpu") if config.fsdp.cpu_offload and is_sharded_too else world.device
     for one, chunk in zip(filling, chunks, strict=False):
         together(world, partial(one.fill, chunk, device), "filling the model")
-    return chunks if world.data.size > 1 else [chunk.to(world.device) for chunk in chunks]
+    if is_sharded_too:
+        return chunks
+    chunks = [chunk.to(world.device) for chunk in chunks]
+    return buffered_data_parallel(chunks, world, ddp) if world.data.size > 1 else chunks
 
 
 def is_divided(config: ConfigContainer, world: World) -> bool:

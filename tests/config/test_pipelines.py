@@ -99,6 +99,12 @@ def test_layers_are_shared_equally_or_as_listed(values: dict[str, Any], layers: 
             6,
             r"_layout=\[2, 2, 2\] must have .* of each of the 2 stages, 6 in all, but has 3 of 6;",
         ),
+        (
+            {SIZE: 3, LAYOUT: [3, 0, 3]},
+            6,
+            r"=\[3, 0, 3\] must have at least one layer on each stage between the first",
+        ),
+        ({LAYOUT: [7, -1]}, 6, r"=\[7, -1\] must have at least one layer on each"),
         ({LAYOUT: [3, 2]}, 6, r"_layout=\[3, 2\] must have the number of layers of each of the 2 stages, 6 in all"),
     ],
 )

@@ -154,12 +154,16 @@ def pretrained(processes: Processes, directory: Path, name: str, ranks: int, *ke
 def test_a_pipeline_is_evaluated_as_one_process_and_continues_there_and_back(
     processes: Processes, tmp_path: Path
 ) -> None:
-    """Two ranks, then one, then two with another schedule: the loss curve, the evaluations and the final weights."""
-    one = pretrained(processes, tmp_path, "one", 1, *DROPOUT)
+    """Two ranks, then one, then two with another schedule: the loss curve, the evaluations and the final weights.
+
+    Each stage has a group of the optimizer that the other has not, as many as the other.
+    """
+    keys = [*DROPOUT, "optimizer.param_groups=[{match: layers.0.*, lr_mult: 0.1}, {match: layers.3.*, lr_mult: 5}]"]
+    one = pretrained(processes, tmp_path, "one", 1, *keys)
     pieces = [
-        pretrained(processes, tmp_path, "there", 2, *row("1F1B", *DROPOUT)[0], "train.exit_interval=2"),
-        pretrained(processes, tmp_path, "there", 1, *DROPOUT, "train.exit_interval=4"),
-        pretrained(processes, tmp_path, "there", 2, *row("ZBVZeroBubble", *DROPOUT)[0]),
+        pretrained(processes, tmp_path, "there", 2, *row("1F1B", *keys)[0], "train.exit_interval=2"),
+        pretrained(processes, tmp_path, "there", 1, *keys, "train.exit_interval=4"),
+        pretrained(processes, tmp_path, "there", 2, *row("ZBVZeroBubble", *keys)[0]),
     ]
     for name in ("losses", "norms", "evaluated"):
         there = [value for piece in pieces for value in piece[name]]

@@ -2,8 +2,15 @@ import pytest
 import torch
 from torch import nn
 
+from onstep.config import ModelConfig
+from onstep.distributed.pipeline.seats import Seat
+from onstep.errors import ConfigError
+from onstep.models.stages import cut
+from onstep.models.transformer import build_transformer
 from onstep.training import freeze_moe_router
+from onstep.training.stages.left_out import check_stages
 from tests.support.expert_runs import moe_model, step_gradient, sum_step
+from tests.support.small_configs import SIZES
 from tests.support.small_runs import RaggedRows, small_state, split
 
 from onstep.training import _ensure_model_list, _freeze_parameter_if_present  # isort: skip
@@ -89,3 +96,15 @@ def test_a_model_becomes_a_list_and_a_list_stays():
     chunks = [model]
     assert _ensure_model_list(chunks) is chunks
     assert _ensure_model_list(model) == [model]
+
+
+def test_stages_of_a_pipeline_that_are_frozen_on_a_rank_are_refused_by_their_layers():
+    """Each rank has an optimizer, which must have a parameter."""
+    whole = build_transformer(ModelConfig(**{**SIZES, "num_layers": 4}), seed=0)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad_(name == "layers.1.attention_norm.weight")
+    first, second = (cut(whole, [Seat(number, 2, layers)]) for number, layers in enumerate((range(2), range(2, 4))))
+    check_stages([whole])
+    check_stages(first)
+    with pytest.raises(ConfigError, match="this rank of a pipeline, those of layers 2, 3, are frozen, but each rank"):
+        check_stages(second)

@@ -105,10 +105,16 @@ def layers_of_stages(parallel: ParallelConfig, num_layers: int) -> list[range]:
     stages = parallel.pipeline_model_parallel_size * stages_per_rank(parallel)
     counts = parallel.pipeline_model_parallel_layout
     counts = _even(parallel, num_layers, stages) if counts is None else counts
-    if len(counts) != stages or min(counts) < 0 or sum(counts) != num_layers:
+    if len(counts) != stages or sum(counts) != num_layers:
         raise ConfigError(
             f"{_LAYOUT}={counts} must have the number of layers of each of the {stages} stages, {num_layers} in all, "
             f"but has {len(counts)} of {sum(counts)}; set it so, or to null for equal stages."
+        )
+    least = (0, *[1] * (stages - 2), 0)
+    if any(count < fewest for count, fewest in zip(counts, least, strict=True)):
+        raise ConfigError(
+            f"{_LAYOUT}={counts} must have at least one layer on each stage between the first and the last, which may "
+            f"have 0 beside the embedding and the loss; move a layer there."
         )
     starts = [sum(counts[:number]) for number in range(stages)]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]

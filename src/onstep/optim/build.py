@@ -15,7 +15,9 @@ from onstep.config.checks.optimizer import check_param_groups
 from onstep.config.sections.optimizer import OF_PACKAGES
 from onstep.config.suggestions import nearest
 from onstep.distributed.buffered import buffered_chunks
+from onstep.distributed.pipeline.seats import names_of_whole
 from onstep.errors import ConfigError
+from onstep.events.context import unwrap
 from onstep.optim.distributed_optimizer import DistributedOptimizer
 from onstep.optim.loss_scaler import LossScaler
 from onstep.optim.megatron_optimizer import ForeignOptimizer, MegatronOptimizer
@@ -94,7 +96,7 @@ def build_torch_optimizer(
             "unfreeze the parameters to train; if it has none at all, put layers kept in a list or a dict into "
             "nn.ModuleList or nn.ModuleDict, which register them"
         )
-    for_muon, others = param_groups(roles, config)
+    for_muon, others = param_groups(roles, config, names_of_whole(unwrap(model_chunks[0])))
     if config.optimizer == "muon" and not for_muon:
         raise ConfigError(
             "optimizer.optimizer=muon requires trainable matrices between embedding and output, got none; use adam"

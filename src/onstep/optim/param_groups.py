@@ -31,12 +31,17 @@ class _Place:
 
 
 def param_groups(
-    roles: Mapping[Parameter, ParameterRole], config: OptimizerConfig
+    roles: Mapping[Parameter, ParameterRole], config: OptimizerConfig, elsewhere: Collection[str] = ()
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The groups for Muon (none for another optimizer) and those for the other updates; no group is empty.
 
     Without further settings there are two: matrices and larger, with weight decay (`wd_mult` 1), and parameters of
     fewer dimensions and biases, without (`wd_mult` 0).
+
+    Args:
+        roles: the parameters of this rank.
+        config: the section `optimizer` of a configuration.
+        elsewhere: names of parameters that other stages of a pipeline have, which entries may match too.
 
     Raises:
         ConfigError: if an entry of `optimizer.param_groups` matches no remaining trainable parameter, or lets a
@@ -44,7 +49,8 @@ def param_groups(
     """
     entries = [str(entry["match"]) for entry in config.param_groups]
     matched = {param: _first_match(role.name, entries) for param, role in roles.items()}
-    _check_all_used(entries, set(matched.values()), [role.name for role in roles.values()])
+    used = {*matched.values(), *(_first_match(name, entries) for name in elsewhere)}
+    _check_all_used(entries, used, [*dict.fromkeys([*(role.name for role in roles.values()), *elsewhere])])
     has_decoupled_rate = config.decoupled_lr is not None or config.decoupled_min_lr is not None
     members: dict[_Place, list[Parameter]] = {}
     for param, role in roles.items():

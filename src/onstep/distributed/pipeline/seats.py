@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -53,6 +53,12 @@ def seat_of(chunk: nn.Module) -> Seat | None:
     """The place of a chunk in a pipeline; None for a whole model."""
     found = getattr(chunk, "pipeline_seat", None)
     return found if isinstance(found, Seat) else None
+
+
+def names_of_whole(chunk: nn.Module) -> Collection[str]:
+    """The names of all weights of the model that a chunk is a stage of; none for a whole model."""
+    names: Mapping[str, object] = getattr(chunk, "whole_shapes", {})
+    return names.keys()
 
 
 def is_staged(chunks: Sequence[nn.Module]) -> bool:

@@ -124,28 +124,26 @@ class OptimizerOverStages(OptimizerState):
         super().load_state_dict(self._of_here(state_dict))
 
     def _of_here(self, state: StateDict) -> StateDict:
-        """What is of the parameters of this rank, or of none; groups that have none of them are left out."""
+        """What is of the parameters of this rank, or of none; groups of other stages are left out."""
         elsewhere = self._order.keys() - self.parameters().keys()
         groups = [
             {**group, "params": [name for name in group["params"] if name not in elsewhere]}
             for group in state["param_groups"]
         ]
-        return {
-            **state,
-            "state": {name: value for name, value in state["state"].items() if name not in elsewhere},
-            "param_groups": [group for group in groups if group["params"]],
-        }
+        if len(groups) != len(self._optimizer.param_groups):
+            groups = [group for group in groups if group["params"]]
+        of_here = {name: value for name, value in state["state"].items() if name not in elsewhere}
+        return {**state, "state": of_here, "param_groups": groups}
 
     def _merged(self, of_stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """The groups of all stages: by their places, or where a stage lacks some by their options."""
+        """The groups of all stages: those of the same options, and of the same places unless a stage lacks some."""
         by_place = len({len(groups) for groups in of_stages}) == 1
         merged: dict[object, dict[str, Any]] = {}
         for groups in of_stages:
             for place, group in enumerate(groups):
                 options = {key: value for key, value in group.items() if key != "params"}
-                known = merged.setdefault(
-                    place if by_place else repr(sorted(options.items())), {**options, "params": []}
-                )
+                key = place if by_place else None, repr(sorted(options.items()))
+                known = merged.setdefault(key, {**options, "params": []})
                 known["params"] += [name for name in group["params"] if name not in known["params"]]
         for group in merged.values():
             group["params"].sort(key=lambda name: self._order.get(name, len(self._order)))

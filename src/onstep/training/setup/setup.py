@@ -15,6 +15,7 @@ from onstep.config import ConfigContainer
 from onstep.config.differences import configured_schedule_holds
 from onstep.config.lengths import has_rampup_tails, progress_after, schedule_samples, sizes_of, train_iters
 from onstep.data import EvalLoader, StreamLoader, TrainLoader
+from onstep.distributed import refused_together
 from onstep.errors import ConfigError
 from onstep.events import Dispatcher
 from onstep.models import ModelHook
@@ -26,6 +27,7 @@ from onstep.training.run import Run
 from onstep.training.setup.memory import check_device_memory
 from onstep.training.setup.model_and_data import build_data, build_model, open_tokenizer
 from onstep.training.setup.tokenizer_record import record_tokenizer
+from onstep.training.stages.left_out import check_stages
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,8 @@ def set_up(state: Run, notify: Dispatcher, pre_wrap_hooks: Sequence[ModelHook] =
         model = build_model(config, world, state, pre_wrap_hooks)
         seed_everything(config.rng.seed + world.data.rank)
         trains, iters = not config.validation.skip_train, train_iters(config, world_size=ranks)
+        if trains and world.sizes.pp > 1:
+            refused_together(world, lambda: check_stages(model))
         scaler = build_loss_scaler(config.optimizer, config.mixed_precision)
         optimizer = build_optimizer(model, config.optimizer, scaler=scaler, seed=config.rng.seed) if trains else None
         waits = iters is None or has_rampup_tails(config, ranks)

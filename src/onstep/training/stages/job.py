@@ -42,7 +42,7 @@ from onstep.training.protocols import DataSource, ForwardStep, NonLossFunction, 
 from onstep.training.reporting.loss_accumulator import LossAccumulator
 from onstep.training.run import Run
 from onstep.training.stages.forward_step import check_chunks, prepare_forward_step_func
-from onstep.training.stages.left_out import LeftOut, check_trains, first_of
+from onstep.training.stages.left_out import LeftOut, check_stages, check_trains, first_of
 from onstep.training.stages.record import RunStart
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class Job:
             run.model_casts = casts_weights(model)
             check_loader(data, run.world)
             check_parallel(run.cfg, run.world.size)
+            check_stages(model)
             driven = drive(optimizer, model, run)
             if is_staged(model) and not isinstance(driven, TrainingOptimizer):
                 raise ConfigError(

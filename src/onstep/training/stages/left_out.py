@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from onstep.distributed.pipeline.seats import is_staged, seat_of
 from onstep.distributed.shards import model_parameter
 from onstep.errors import ConfigError
 from onstep.events.context import unwrap
@@ -103,6 +104,21 @@ def _hidden_weights(model: list[nn.Module]) -> list[str]:
         for name, value in vars(module).items()
         if not isinstance(value, nn.Module) and is_hidden(value)
     ]
+
+
+def check_stages(model: Sequence[nn.Module]) -> None:
+    """Refuse (ConfigError) the stages of a pipeline that are frozen on this rank: each has an optimizer.
+
+    Args:
+        model: the chunks of this rank.
+    """
+    if is_staged(model) and not any(one.requires_grad for chunk in model for one in chunk.parameters()):
+        layers = [str(index) for chunk in model for index in getattr(seat_of(chunk), "layers", ())]
+        raise ConfigError(
+            f"all parameters of this rank of a pipeline, those of layers {', '.join(layers)}, are frozen, but each "
+            f"rank must train some; unfreeze one, or move trained layers here by "
+            f"parallel.pipeline_model_parallel_layout."
+        )
 
 
 def check_trains(groups: Sequence[Mapping[str, Any]], model: list[nn.Module]) -> None:

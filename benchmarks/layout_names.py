@@ -156,6 +156,22 @@ VARIANTS = {
     "attention dropout": Variant(keys=("model.attention_dropout=0.1",)),
     "dropout": Variant(keys=("model.hidden_dropout=0.1",)),
     "moe": Variant(keys=("model.num_moe_experts=4", "model.moe_aux_loss_coeff=0.01"), same_micro_batches=True),
+    "experts": Variant(
+        keys=(
+            *("model.num_moe_experts=4", "model.moe_router_topk=3", "model.moe_ffn_hidden_size=24"),
+            *("model.moe_layer_freq=2", "model.moe_shared_expert_intermediate_size=16"),
+            *("model.moe_shared_expert_gate=true", "model.add_bias_linear=true", "model.moe_aux_loss_coeff=0.01"),
+            *("model.moe_router_enable_expert_bias=true", "model.moe_router_score_function=sigmoid"),
+        ),
+        same_micro_batches=True,
+        accumulation=3,
+    ),
+    "experts of float64": Variant(
+        keys=(*("model.num_moe_experts=4", "model.moe_router_topk=2"), "model.moe_aux_loss_coeff=0.01"),
+        same_micro_batches=True,
+        dtype="float64",
+    ),
+    "later tokens": Variant(keys=("model.mtp_num_layers=2",), loss="model", accumulation=3, has_empty_rank=True),
     "float64": Variant(dtype="float64"),
     "llama": Variant("llama", accumulation=3),
     "llama tied": Variant("llama", options={"tie_word_embeddings": True}),

@@ -101,6 +101,8 @@ class Watch(Callback):
         [model] = context.model
         named = [(_plain(name), one) for name, one in model.named_parameters()]
         self.values = {name: whole(one.detach()) for name, one in named}
+        biases = ((name, one) for name, one in model.named_buffers() if name.endswith("expert_bias"))
+        self.values |= {_plain(name): one.clone() for name, one in biases}  # which follow the loads of all steps
         self.shapes = [(list(one.shape), one.requires_grad, one.element_size()) for _, one in named]
         self.names = [name for name, _ in named]
         self.held["parameters"] = _bytes([one for _, one in named])

@@ -20,6 +20,7 @@ import socket
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,7 +92,7 @@ class Compared:
         if layout.tensor_ranks > 1 and (
             variant.loss == "model" or variant.door == "pretrain"
         ):  # the maximum of logits, and sums over the vocabulary
-            small += 2 * variant.accumulation
+            small += 2 * variant.accumulation * (1 + int(dict(_pairs(variant.keys)).get("model.mtp_num_layers", 0)))
         return found + ([f"{self.sent['small']} small sums"] if self.sent.get("small", 0) > small else [])
 
 
@@ -194,6 +195,10 @@ def compared(
         if along is None
         else (_apart(alone["losses"], along["losses"]), _apart(alone["norms"], along["norms"])),
     )
+
+
+def _pairs(overrides: tuple[str, ...]) -> Iterator[list[str]]:
+    return (one.split("=") for one in overrides)
 
 
 def _apart(expected: list[float], found: list[float]) -> float:

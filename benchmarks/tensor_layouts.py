@@ -13,6 +13,8 @@ _COLUMNS = (
     *("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
 )
 """Modules that are divided by outputs; among them is the output of the model, but not that of an attention."""
+_OF_EXPERTS = ("experts.down_bias", "shared_experts.gate_weight", "shared_experts.down.bias")
+"""Replicated parameters of which each rank computes a summand of the gradient."""
 _SMALL = 512
 
 
@@ -71,6 +73,8 @@ def _divided(name: str) -> int | None:
     """The dimension by which a parameter is divided; None if it is replicated."""
     name = name.replace(".base_layer.", ".")
     module, _, own = name.rpartition(".")
+    if module.endswith(".experts"):
+        return {"down_weight": 2, "down_bias": None}.get(own, 1)
     if ".lora_" in name:  # A of a layer that is divided by inputs, B of one that is divided by outputs
         target, _, which = name.partition(".lora_")
         of_target = _divided(f"{target}.weight")
@@ -83,9 +87,10 @@ def _divided(name: str) -> int | None:
 def _is_summed(name: str, *, of_sequences: bool) -> bool:
     """Whether ranks compute summands of the gradient of a parameter."""
     module = name.rpartition(".")[0]
-    if module.endswith(("query_norm", "key_norm")):
+    if module.endswith(("query_norm", "key_norm")) or name.endswith(_OF_EXPERTS):
         return True
-    return of_sequences and (module.endswith("norm") or (_divided(name) is None and name.endswith("bias")))
+    is_alike = module.endswith(("norm", "projection"))
+    return of_sequences and (is_alike or (_divided(name) is None and name.endswith("bias")))
 
 
 def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
@@ -104,10 +109,14 @@ def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: 
         return {}
     options = dict(key.split("=") for key in (*layout.keys, *variant.keys))
     width, tokens = shapes[0][2], ROWS * LENGTH // layout.data_ranks
-    layers, hidden, ranks = 3, 32, layout.tensor_ranks
+    depths, hidden, ranks = int(options.get("model.mtp_num_layers", 0)), 32, layout.tensor_ranks
+    layers = 3 + depths
     activation = tokens * hidden * width
     again = layers if options.get("model.recompute_granularity") == "full" else 0  # all but the last sum of a layer
-    found = {"gather": 0.0, "scatter": 0.0, "reduce": float(activation)}  # the gradient of the head's input
+    found = {"gather": 0.0, "scatter": 0.0, "reduce": (1.0 + depths) * activation}  # the gradient of the head's input
+    chosen = tokens * int(options.get("model.moe_router_topk", 2)) * width
+    if chosen // variant.accumulation > _SMALL:  # the gradients of the weights of the chosen experts
+        found["reduce"] += chosen * sum(name.endswith("router.weight") for name in names)
     if variant.loss == "step":
         found["gather"] += tokens * math.ceil(VOCABULARY / ranks) * ranks * width
     else:
@@ -132,10 +141,10 @@ def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: 
         found["gather"] += _rows_of_all(layout, variant, shapes, names)
         found["scatter"] += _rows_of_all(layout, variant, shapes, names)
     if not layout.divides_sequences:
-        found["reduce"] += (4 * layers + 1 + again) * activation
+        found["reduce"] += (4 * layers + 1 + depths + again) * activation
         return found
-    found["gather"] += (4 * layers + 1 + 2 * again) * activation
-    found["scatter"] += (4 * layers + again) * activation
+    found["gather"] += (4 * layers + 1 + 3 * depths + 2 * again) * activation
+    found["scatter"] += (4 * layers + depths + again) * activation
     is_learned = options.get("model.position_embedding_type") == "learned_absolute"
     found["reduce" if is_learned else "scatter"] += activation  # positions are added to whole embeddings
     found["gather"] += activation if is_learned or shapes[names.index("embedding.weight")][1] else 0

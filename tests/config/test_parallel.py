@@ -266,8 +266,15 @@ SMALL = {"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 67, "seq_len
             {"parallel": {"sequence_parallel": True}, "dataset": {"seq_length": 33}},
             "seq_length=33 must be .*; use 32, or",
         ),
-        ({"model": {"num_moe_experts": 4}}, "num_moe_experts=4 cannot be combined with .*: experts are not divided; "),
-        ({"model": {"mtp_num_layers": 1}}, "mtp_num_layers=1 cannot be combined with"),
+        ({"model": {"num_moe_experts": 4, "mtp_num_layers": 1}}, None),
+        (
+            {"model": {"num_moe_experts": 4}, "parallel": {"expert_tensor_parallel_size": 1}},
+            "expert_tensor_parallel_size=1 cannot be combined with .*: experts are divided as ",
+        ),
+        (
+            {"model": {"num_moe_experts": 4, "moe_ffn_hidden_size": 33}},
+            "moe_ffn_hidden_size=33 must be a multiple of .* nearest .* is 1",
+        ),
         ({"ddp": {"use_distributed_optimizer": True, "overlap_param_gather": True}}, None),
         (
             {"ddp": {"use_distributed_optimizer": True, "fp8_param_gather": True}},

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.distributed
 
 JOBS = "tests.support.jobs.tensor_call_jobs"
 IN_TWO, SEQUENCES = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
+EXPERTS = ["model.num_moe_experts=4", "model.moe_shared_expert_intermediate_size=64"]
 BIASES = ["model.add_qkv_bias=true", "model.add_bias_linear=true", "model.normalization=LayerNorm"]
 LEARNED = [*BIASES, "model.position_embedding_type=learned_absolute", "model.hidden_dropout=0.1"]
 
@@ -38,6 +39,9 @@ def test_each_call_gives_what_one_process_gives_on_both_ranks(
     [
         [SEQUENCES],
         pytest.param([], marks=pytest.mark.slow),
+        pytest.param([SEQUENCES, "model.mtp_num_layers=1"], marks=pytest.mark.slow),
+        pytest.param([SEQUENCES, "model.num_query_groups=1"], marks=pytest.mark.slow),
+        pytest.param([SEQUENCES, *EXPERTS], marks=pytest.mark.slow),
         pytest.param([SEQUENCES, "model.recompute_granularity=full"], marks=pytest.mark.slow),
     ],
 )
@@ -46,7 +50,9 @@ def test_a_rank_holds_the_weights_and_keeps_the_activations_that_are_estimated(
 ) -> None:
     [found, _] = processes.results(JOBS, "memory", tmp_path, {"keys": [IN_TWO, *keys]}, ranks=2)
     assert found["weights"][0] == found["weights"][1]
-    assert found["activations"][0] == pytest.approx(found["activations"][1], abs=8)  # the loss itself
+    is_rough = any("moe" in key or "mtp" in key for key in keys)
+    within = {"rel": 0.15} if is_rough else {"abs": 8}  # the loss itself
+    assert found["activations"][0] == pytest.approx(found["activations"][1], **within)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ JOBS = "tests.support.jobs.layout_jobs"
 STEPS = 4
 PLAIN = ["an empty rank", "tied", "float64", "losses", "dropout", "learned positions", "grouped", "groups"]
 OTHERS = ["llama", "llama tied", "llama padded", "qwen3"]
+FURTHER = ["moe", "experts", "experts of float64", "later tokens"]
 ROWS = {
-    "tp2": [*PLAIN, "one group", "Trainer", *OTHERS],
-    "tp2 sp": [*PLAIN, "losses of words", "attention dropout", "lora", "pretrain"],
-    "fsdp2 x tp2 sp": ["an empty rank", "losses", "one group"],
+    "tp2": [*PLAIN, *FURTHER, "one group", "Trainer", *OTHERS],
+    "tp2 sp": [*PLAIN, *FURTHER, "losses of words", "attention dropout", "lora", "pretrain"],
+    "fsdp2 x tp2 sp": ["an empty rank", "losses", "one group", *FURTHER],
     "fsdp2 x tp2": ["an empty rank", "llama", "Trainer"],
     "dp2 x tp2": ["an empty rank"],
     "tp4 sp": ["an empty rank", "losses", "one group", "grouped"],
@@ -29,7 +30,7 @@ ROWS = {
     "hsdp 2x2 x tp2 sp": ["losses"],
     "distopt2 x tp2": [*PLAIN, "Trainer", *OTHERS],
     "distopt2 x tp2 sp": ["losses", "lora", "pretrain"],
-    "distopt2 x tp2 sp both": ["an empty rank", "tied", "losses", "one group"],
+    "distopt2 x tp2 sp both": ["an empty rank", "tied", "losses", "one group", "experts"],
 }
 
 
@@ -40,7 +41,13 @@ def rows(processes: Processes, directory: Path, layout: str, variants: list[Any]
 
 
 SHORT = {
-    2: [("tp2 sp", name) for name in ("an empty rank", "one group", "tied", "losses", "dropout", "attention dropout")],
+    2: [
+        ("tp2 sp", name)
+        for name in (
+            *("an empty rank", "one group", "experts", "later tokens"),
+            *("tied", "losses", "dropout", "attention dropout"),
+        )
+    ],
     4: [("fsdp2 x tp2 sp", "losses"), ("distopt2 x tp2 sp both", "one group")],
 }
 

@@ -131,6 +131,8 @@ class Part:
     blocks: int | None = None
     """The number of parts of a divided parameter, each of which neighboring ranks have, whose gradients are summands;
     None for one on each rank."""
+    once: tuple[str, ...] = ()
+    """Replicated parameters that the first rank adds to results that are summed later; they are 0 on the others."""
     sums_gradients: bool = False
     """Whether the ranks compute summands of the gradients of replicated parameters."""
     before: Move | None = None
@@ -148,7 +150,7 @@ class Part:
         Args:
             name: of the parameter in its module.
         """
-        return self.blocks is not None if name in self.dims else self.sums_gradients
+        return self.blocks is not None if name in self.dims else self.sums_gradients or name in self.once
 
 
 class LocalForward:
@@ -192,7 +194,8 @@ class LocalForward:
         if dtensor is None:
             return parameter
         placements = [*dtensor.placements[:-1], Partial()] if self.part.sums(name) else None
-        return dtensor.to_local(grad_placements=placements)
+        local = dtensor.to_local(grad_placements=placements)
+        return local * 0.0 if name in self.part.once and dtensor.device_mesh.get_local_rank() else local
 
 
 def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world: World) -> None:

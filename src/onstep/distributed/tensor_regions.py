@@ -38,6 +38,17 @@ def summed(x: Tensor, group: ProcessGroup) -> Tensor:
     return found
 
 
+def counted_once(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`x` for a computation that each rank does as a whole, where gradients are summed: only the first rank has one.
+
+    Args:
+        x: the same on all ranks, and so is the gradient that comes back.
+        group: the ranks.
+    """
+    found: Tensor = _CountedOnce.apply(x, group)  # type: ignore[no-untyped-call]
+    return found
+
+
 def gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """The parts of all ranks, for a computation of which each does a part: gradients are summed. Collective.
 
@@ -127,6 +138,17 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _sum(gradient, ctx.group), None
+
+
+class _CountedOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.is_first = group.rank() == 0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        return gradient if ctx.is_first else None, None
 
 
 class _Summed(torch.autograd.Function):

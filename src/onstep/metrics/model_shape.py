@@ -120,6 +120,8 @@ class ModelShape:
             num_attention_heads=self.num_attention_heads // ranks,
             num_query_groups=max(1, self.num_query_groups // ranks),
             ffn_hidden_size=self.ffn_hidden_size // ranks,
+            moe_ffn_hidden_size=self.moe_ffn_hidden_size // ranks,
+            shared_expert_size=self.shared_expert_size // ranks,
             vocab_size=-(-self.vocab_size // ranks),
             sequence_parts=ranks if divides_sequences else 1,
         )

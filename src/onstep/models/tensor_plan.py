@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from onstep.distributed.tensor_parallel import (
     Part,
@@ -14,43 +16,49 @@ from onstep.distributed.tensor_parallel import (
     row,
     vocabulary_embedding,
 )
+from onstep.distributed.tensor_regions import copied, counted_once
 from onstep.models.heads import LinearForLastLayer
+from onstep.models.layers.feed_forward import Experts, MixtureOfExperts
 from onstep.models.layers.head_share import HeadShare
 from onstep.models.layers.layer import Attention, Layer
+from onstep.models.layers.router import Routing
 from onstep.models.sizes import num_query_groups, vocabulary_size
 from onstep.models.transformer import Transformer
 from onstep.models.vocabulary_share import VocabularyShare
 
-_OF_GROUPS = ("attention.key", "attention.value")
-_COLUMNS = ("attention.query", *_OF_GROUPS, "feed_forward.gate", "feed_forward.up")
-_ROWS = ("attention.output", "feed_forward.down")
+_OF_GROUPS = ("key", "value")
+_COLUMNS = ("query", *_OF_GROUPS, "gate", "up")
+_ROWS = ("output", "down")
+
+Parts = Iterator[tuple[str, Part]]
+"""What a rank computes of modules, by name."""
 
 
 def plan_of(model: Transformer, ranks: TensorRanks) -> dict[str, Part]:
     """What a rank computes of each module, by name.
 
     Queries, keys, values, and the first matrices of feed-forward blocks are divided by outputs, so by heads; the
-    matrices after them by inputs, and their results are summed. Embedding and output are divided by tokens. The rest is
-    replicated.
+    matrices after them by inputs, and their results are summed. So is each expert. Embedding and output are divided by
+    tokens. The rest is replicated.
 
     Args:
         model: the whole model.
         ranks: the ranks that divide it.
     """
-    groups, norm = num_query_groups(model.config), Part(sums_gradients=ranks.divides_sequences)
-    blocks = groups if groups < ranks.size else None
-    plan = {"final_norm": Part(sums_gradients=ranks.divides_sequences, after=ranks.whole)}
+    layers = _Layers(ranks, num_query_groups(model.config))
+    plan = {"final_norm": replace(layers.norm, after=ranks.whole)}
     if model.position_embedding is None:
         plan["embedding"] = vocabulary_embedding(ranks, ranks.leave)
-        plan["dropout"] = dropout_part(ranks, 1, lambda: ranks.are_sequences_divided)
+        plan["dropout"] = layers.dropout
     else:  # positions are added to whole sequences
         plan["embedding"] = vocabulary_embedding(ranks, ranks.sum)
         plan["position_embedding"] = Part()
-        own = dropout_part(ranks, 1, lambda: ranks.are_sequences_divided)
-        plan["dropout"] = Part(before=ranks.divided, forward=own.forward)
+        plan["dropout"] = Part(before=ranks.divided, forward=layers.dropout.forward)
     for index, layer in enumerate(model.layers):
         if isinstance(layer, Layer):
-            plan |= {f"layers.{index}.{name}": part for name, part in _of_layer(layer, ranks, norm, blocks)}
+            plan |= layers.of_layer(f"layers.{index}", layer)
+    for index, depth in enumerate(() if model.mtp is None else model.mtp.depths):
+        plan |= layers.of_depth(f"mtp.depths.{index}", depth)
     if isinstance(model.output, LinearForLastLayer):
         plan["output"] = Part()
     elif model.output is not None:
@@ -58,44 +66,110 @@ def plan_of(model: Transformer, ranks: TensorRanks) -> dict[str, Part]:
     return plan
 
 
-def _of_layer(layer: Layer, ranks: TensorRanks, norm: Part, blocks: int | None) -> Iterator[tuple[str, Part]]:
-    for region in ("attention", "feed_forward"):
-        yield f"{region}_norm", norm
-        yield region, Part(before=ranks.enter)
-    yield "dropout", dropout_part(ranks, 1, lambda: ranks.are_sequences_divided)
-    for name in ("attention.query_norm", "attention.key_norm"):
-        yield name, Part(sums_gradients=True)
-    for name in _ROWS:
-        if (module := _found(layer, name)) is not None:
-            yield from _with_adapter(name, module, ranks)
-    for name in _COLUMNS:
-        if (module := _found(layer, name)) is not None:
-            yield from _with_adapter(name, module, ranks, column(blocks if name in _OF_GROUPS else None))
+@dataclass(frozen=True)
+class _Layers:
+    """How the modules of a layer are divided."""
+
+    ranks: TensorRanks
+    groups: int
+    """The number of query groups."""
+
+    @property
+    def norm(self) -> Part:
+        """A module that computes each position by itself."""
+        return Part(sums_gradients=self.ranks.divides_sequences)
+
+    @property
+    def dropout(self) -> Part:
+        """Dropout between divided modules."""
+        return dropout_part(self.ranks, 1, lambda: self.ranks.are_sequences_divided)
+
+    def of_layer(self, prefix: str, layer: Layer) -> dict[str, Part]:
+        """A layer of attention and feed-forward."""
+        feed, ranks = layer.feed_forward, self.ranks
+        region = Part(before=ranks.enter)
+        plan = {
+            f"{prefix}.attention_norm": self.norm,
+            f"{prefix}.attention": region,
+            f"{prefix}.attention.query_norm": Part(sums_gradients=True),
+            f"{prefix}.attention.key_norm": Part(sums_gradients=True),
+            f"{prefix}.feed_forward_norm": self.norm,
+            f"{prefix}.feed_forward": region,
+            f"{prefix}.dropout": self.dropout,
+            **self._of_projections(f"{prefix}.attention", layer.attention, is_summed=True),
+        }
+        if isinstance(feed, MixtureOfExperts):
+            return {**plan, **self._of_experts(f"{prefix}.feed_forward", feed)}
+        return {**plan, **self._of_projections(f"{prefix}.feed_forward", feed, is_summed=True)}
+
+    def of_depth(self, prefix: str, depth: Any) -> dict[str, Part]:
+        """A depth of multi-token prediction, between the whole hidden states of two."""
+        return {
+            f"{prefix}.embedding_norm": self.norm,
+            f"{prefix}.hidden_norm": replace(self.norm, before=self.ranks.divided),
+            f"{prefix}.final_norm": replace(self.norm, after=self.ranks.whole),
+            **dict(self._with_adapter(f"{prefix}.projection", depth.projection, self.norm)),
+            **self.of_layer(f"{prefix}.layer", depth.layer),
+        }
+
+    def _of_experts(self, prefix: str, feed: MixtureOfExperts) -> dict[str, Part]:
+        """A mixture, whose ranks route all tokens alike, and sum what they compute of all experts once."""
+        ranks = self.ranks
+        dims = {"gate_weight": 1, "gate_bias": 1, "up_weight": 1, "up_bias": 1, "down_weight": 2}
+
+        def once(x: Tensor) -> Tensor:
+            return counted_once(x, ranks.group)
+
+        def forward(module: Experts, x: Tensor, routing: Routing) -> Tensor:
+            weights = copied(routing.weights, ranks.group)
+            return type(module).forward(module, x, replace(routing, weights=weights))
+
+        plan = {
+            prefix: Part(before=ranks.enter, after=ranks.leave),
+            f"{prefix}.router": Part(before=once),
+            f"{prefix}.experts": Part(dims, once=("down_bias",), forward=forward),
+        }
+        if feed.shared_experts is None:
+            return plan
+        plan[f"{prefix}.shared_experts"] = Part(sums_gradients=True)
+        return plan | self._of_projections(f"{prefix}.shared_experts", feed.shared_experts, is_summed=False)
+
+    def _of_projections(self, prefix: str, module: nn.Module, *, is_summed: bool) -> dict[str, Part]:
+        """The matrices of a region; without `is_summed`, what is around it sums their results."""
+        blocks = self.groups if self.groups < self.ranks.size else None
+        found: dict[str, Part] = {}
+        for own, projection in module.named_children():
+            name = f"{prefix}.{own}"
+            if own in _COLUMNS:
+                found |= self._with_adapter(name, projection, column(blocks if own in _OF_GROUPS else None))
+            elif own in _ROWS:
+                linear = getattr(projection, "base_layer", projection)
+                part = row(self.ranks, has_bias=getattr(linear, "bias", None) is not None)
+                found |= self._with_adapter(name, projection, part if is_summed else _SUMMAND)
+        return found
+
+    def _with_adapter(self, name: str, module: nn.Module, part: Part) -> Parts:
+        """A projection, perhaps with LoRA: `A` and `B` are divided where they meet what is divided."""
+        if getattr(module, "base_layer", None) is None:
+            yield name, part
+            return
+        yield f"{name}.base_layer", part
+        dim, ranks = part.dims.get("weight"), self.ranks
+        outer = Part(sums_gradients=part is _SUMMAND or ranks.divides_sequences)
+        for adapter in module.lora_A:  # type: ignore[union-attr]
+            first, second = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}"
+            if dim == 1:
+                yield first, replace(part, adds_bias_last=False)
+                yield second, outer
+                if isinstance(module.lora_dropout[adapter], nn.Dropout):  # type: ignore[index]
+                    yield f"{name}.lora_dropout.{adapter}", dropout_part(ranks, -1, lambda: True)
+            else:
+                yield first, Part(sums_gradients=True) if dim == 0 else part
+                yield second, part
 
 
-def _found(layer: Layer, name: str) -> nn.Module | None:
-    found = layer
-    for own in name.split("."):
-        found = getattr(found, own, None)  # type: ignore[assignment]
-    return found
-
-
-def _with_adapter(
-    name: str, module: nn.Module, ranks: TensorRanks, by_columns: Part | None = None
-) -> Iterator[tuple[str, Part]]:
-    """A projection, by columns or else by rows, perhaps with LoRA: `A` and `B` are divided where they meet what is."""
-    base = getattr(module, "base_layer", None)
-    linear, own = (module, name) if base is None else (base, f"{name}.base_layer")
-    has_bias = getattr(linear, "bias", None) is not None
-    yield own, by_columns or row(ranks, has_bias=has_bias)
-    if base is None:
-        return
-    for adapter in module.lora_A:  # type: ignore[union-attr]
-        first, second = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}"
-        yield first, Part(sums_gradients=True) if by_columns else row(ranks, has_bias=False)
-        yield second, by_columns or Part(sums_gradients=ranks.divides_sequences)
-        if not by_columns and isinstance(module.lora_dropout[adapter], nn.Dropout):  # type: ignore[index]
-            yield f"{name}.lora_dropout.{adapter}", dropout_part(ranks, -1, lambda: True)
+_SUMMAND = Part({"weight": 1}, once=("bias",))
+"""A linear layer of which each rank has some of the inputs, whose result is summed later."""
 
 
 def share_out(model: Transformer, ranks: TensorRanks) -> None:

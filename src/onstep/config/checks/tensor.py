@@ -49,11 +49,9 @@ def _undivided(config: ConfigContainer, sizes: ParallelSizes) -> Iterator[tuple[
     if sizes.pp > 1:
         stages = f"parallel.pipeline_model_parallel_size={sizes.pp}"
         yield stages, "the layers of a stage are not divided", "set one of them to 1"
-    if model.num_moe_experts:
-        yield f"model.num_moe_experts={model.num_moe_experts}", "experts are not divided", f"set it to null, {to_one}"
-    if model.mtp_num_layers:
-        why = "the layers of multi-token prediction are not divided"
-        yield f"model.mtp_num_layers={model.mtp_num_layers}", why, f"set it to null, {to_one}"
+    if model.num_moe_experts and (of_experts := config.parallel.expert_tensor_parallel_size) not in (None, sizes.tp):
+        asked = f"parallel.expert_tensor_parallel_size={of_experts}"
+        yield asked, "experts are divided as the rest of a layer is", "set it to null"
     if model.fused_linear_loss:
         why = "its kernel computes the losses of a whole vocabulary"
         yield "model.fused_linear_loss=true", why, "set it to false: model.chunked_loss needs no more memory"
@@ -85,7 +83,11 @@ def check_model_sizes(model: ModelConfig, ranks: int) -> None:
     heads = model.num_attention_heads
     ffn = model.ffn_hidden_size or default_ffn_hidden_size(model.hidden_size, model.gated_linear_unit)
     groups = model.num_query_groups or heads
-    for name, number in (("num_attention_heads", heads), ("num_query_groups", groups), ("ffn_hidden_size", ffn)):
+    numbers = [("num_attention_heads", heads), ("num_query_groups", groups), ("ffn_hidden_size", ffn)]
+    if model.num_moe_experts:
+        of_experts = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+        numbers += [(name, getattr(model, name)) for name in of_experts if getattr(model, name) is not None]
+    for name, number in numbers:
         is_of_groups = name == "num_query_groups"
         if number % ranks and not (is_of_groups and ranks % number == 0):
             fits = max(size for size in range(1, min(ranks, number + 1)) if number % size == 0)

@@ -67,12 +67,6 @@ def check_tensors(model: nn.Module, ranks: int) -> None:
         check_model(model, ranks)
         return
     check_model_sizes(own[0].config, ranks)
-    for asked in ("num_moe_experts", "mtp_num_layers"):
-        if getattr(own[0].config, asked):
-            raise ConfigError(
-                f"model.{asked}={getattr(own[0].config, asked)} cannot be combined with {_SIZE}={ranks}: those modules "
-                f"are not divided; set it to null, or {_SIZE} to 1."
-            )
 
 
 def check_model(model: nn.Module, ranks: int) -> None:

@@ -85,12 +85,11 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self._hidden = config.hidden_size
-        self._width = config.moe_ffn_hidden_size or ffn_hidden_size(config)
+        hidden, width = config.hidden_size, config.moe_ffn_hidden_size or ffn_hidden_size(config)
         self._groups = config.moe_grouped_gemm
         self._drop_policy = config.moe_token_drop_policy
         self._activation = ACTIVATIONS[config.activation_func]
-        inner, outer = (num_experts, self._width, self._hidden), (num_experts, self._hidden, self._width)
+        inner, outer = (num_experts, width, hidden), (num_experts, hidden, width)
         self.gate_weight = nn.Parameter(torch.empty(inner)) if config.gated_linear_unit else None
         self.up_weight = nn.Parameter(torch.empty(inner))
         self.down_weight = nn.Parameter(torch.empty(outer))
@@ -121,7 +120,8 @@ class Experts(nn.Module):
         """The outputs of the chosen experts for each token, (tokens, topk, hidden)."""
         choices, way = routing.experts.flatten(), "loop"
         if self._groups:
-            way = way_to_multiply(x.device, x.dtype, len(choices), self.num_experts, self._hidden, self._width)
+            _, width, hidden = self.up_weight.shape  # those of this rank, where ranks divide them
+            way = way_to_multiply(x.device, x.dtype, len(choices), self.num_experts, hidden, width)
         if way == "blocks":
             blocks = Blocks(routing.load, len(choices))
             slots = blocks.first[choices] * blocks.num_block_rows + choice_ranks(routing, "position")

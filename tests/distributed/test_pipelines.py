@@ -56,7 +56,8 @@ def check(processes: Processes, directory: Path, wanted: list[Row], steps: int) 
             wider = 10 if name == "norms" and bound == 1e-5 else 1
             assert furthest(ranks[0][name], one[name]) <= wider * bound, (keys, name)
             assert all(other[name] == ranks[0][name] for other in ranks), (keys, name)
-        assert ranks[0]["zeros"] == one["zeros"], keys
+        if options.get("family") != "gpt2":  # whose key biases have gradients of rounding alone
+            assert ranks[0]["zeros"] == one["zeros"], keys
         assert furthest(ranks[0]["weights"], one["weights"]) <= 10 * bound, keys
         if options["ranks"] == 2:
             assert furthest(ranks[0]["own"], one["own"]) <= bound, keys
@@ -133,19 +134,21 @@ def test_three_runs_of_a_pipeline_are_equal_to_the_bit(processes: Processes, tmp
 
 
 def text_run(directory: Path, name: str, *keys: str, **more: Any) -> dict[str, Any]:
+    own_options = [] if "family" in more else [TIED]
     return {
         "corpus": str(Path(__file__).parents[2] / "LICENSE"),
         "cache": str(directory / "cache"),
         "output": str(directory / "runs"),
         "name": name,
         "steps": 5,
-        "keys": ["logger.console=quiet", TIED, *keys],
+        "keys": ["logger.console=quiet", *own_options, *keys],
         **more,
     }
 
 
-def pretrained(processes: Processes, directory: Path, name: str, ranks: int, *keys: str) -> dict[str, Any]:
-    [found, *others] = processes.results(JOBS, "pretrain", directory, text_run(directory, name, *keys), ranks=ranks)
+def pretrained(processes: Processes, directory: Path, name: str, ranks: int, *keys: str, **more: Any) -> dict[str, Any]:
+    settings = text_run(directory, name, *keys, **more)
+    [found, *others] = processes.results(JOBS, "pretrain", directory, settings, ranks=ranks)
     assert all(other == found for other in others)
     result: dict[str, Any] = found
     return result

@@ -60,6 +60,8 @@ class TransformerStage(Transformer):
         self.mtp, self.vocabulary = None, None
         self.whole_shapes = {name: tuple(one.shape) for name, one in whole.state_dict().items()}
         """The shapes of all weights of the model, in its order."""
+        self.aliases: dict[str, str] = {}
+        """The names of weights that have another name, too, each with that."""
         self.output = whole.output if seat.is_last else None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
@@ -69,6 +71,16 @@ class TransformerStage(Transformer):
             input_tensor: the hidden states, or as in Megatron a list of them alone; None for tokens to be embedded.
         """
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the hidden states."""
+        return self.config.hidden_size
+
+    @property
+    def tied_weights(self) -> tuple[str, ...]:
+        """The names of the parameters that the first stage and the last have both."""
+        return ("embedding.weight",) if self.config.share_embeddings_and_output_weights else ()
 
     @property
     def hidden_dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.data import TrainLoader
 from onstep.distributed import open_world
 from onstep.distributed.pipeline.seats import is_staged
-from onstep.models.transformer import build_transformer
+from onstep.models.hf.any_directory import build_model
 from onstep.training import GlobalState, train
 from onstep.training.compute.step import LastStep
 from onstep.training.setup.final_weights import whole_of_stages
@@ -122,6 +122,14 @@ def config_of(keys: list[str], steps: int) -> ConfigContainer:
     return config
 
 
+def family_of(kind: str, vocab_size: int = VOCABULARY, length: int = LENGTH, **changed: Any) -> ModelConfig:
+    """A model of transformers of the same size."""
+    content = {"model_type": kind, "vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 48}
+    content |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    content |= {"num_local_experts": 4, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0}
+    return ModelConfig(hf_config={**content, **changed}, vocab_size=vocab_size, seq_length=length)
+
+
 def optimizer_of(model: list[nn.Module]) -> torch.optim.Optimizer:
     """AdamW of two groups; vectors have no weight decay and a third of the rate."""
     trained = list(dict.fromkeys(one for chunk in model for one in chunk.parameters() if one.requires_grad))
@@ -137,7 +145,7 @@ def divided(
 ) -> tuple[list[nn.Module], GlobalState, TrainLoader]:
     """This rank's chunks of the model, on the layout of the configuration, and its rows."""
     world = open_world(config.dist, config.parallel_sizes(ranks))
-    whole: nn.Module = build_transformer(config.model, seed=seed)
+    whole: nn.Module = build_model(config.model, seed=seed)
     chunks = [whole.to(getattr(torch, dtype))]
     if world.sizes.pp > 1:
         chunks = cut_into_stages(chunks, config, world)
@@ -157,6 +165,8 @@ def divided(
 def run_row(keys: list[str], options: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train, by `train()`; what this rank found."""
     config = config_of(keys, steps)
+    if "family" in options:
+        config.model = family_of(options["family"], **options.get("changed", {}))
     dtype = options.get("dtype", "float32")
     chunks, state, loader = divided(config, options.get("ranks", 1), dtype=dtype)
     curve, manager = Curve(), CallbackManager()
@@ -197,6 +207,8 @@ def job_pretrain(settings: dict[str, Any]) -> Any:
     """`pretrain` on a small text, with saves and evaluations; the losses, norms and evaluations."""
     config = small_pretrain_config(settings["corpus"], settings["cache"], layers=4, length=16)
     config.tokenizer.tokenizer_type, config.model.vocab_size = "bytes", 261
+    if "family" in settings:
+        config.model = family_of(settings["family"], 261, 16, tie_word_embeddings=True)
     config.train.global_batch_size, config.train.micro_batch_size = 8, 2
     config.validation.eval_interval, config.validation.eval_iters = 3, 2
     config.logger.log_interval, config.checkpoint.save_interval = 1, settings.get("save", 2)

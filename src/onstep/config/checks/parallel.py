@@ -62,8 +62,9 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
             f"model.recompute_granularity=selective is not supported with parallel.pipeline_schedule={schedule.name}, "
             f"which goes back through an activation twice; set it to full, or the schedule to 1F1B or Interleaved1F1B."
         )
-    if config.model.num_layers:
-        layers_of_stages(parallel, config.model.num_layers)
+    number = _num_layers(config)
+    if number:
+        layers_of_stages(parallel, number)
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if batch and micro:
         data = config.parallel_sizes(ranks).data
@@ -77,6 +78,16 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
             )
 
 
+def _num_layers(config: ConfigContainer) -> int | None:
+    """The layers of the model, by the section `model` or its `hf_config`; None if that does not say."""
+    content = config.model.hf_config
+    if content is None:
+        return config.model.num_layers
+    named = (content.get("text_config") or content).get
+    found = next((one for one in map(named, ("num_hidden_layers", "n_layer", "num_layers")) if one), None)
+    return found if isinstance(found, int) else None
+
+
 def _written(value: object) -> str:
     """A value as it is written in a file."""
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
@@ -87,7 +98,6 @@ _NOT_IN_A_PIPELINE: dict[str, tuple[Any, ...]] = {
     "parallel.tensor_model_parallel_size": (1,),
     "parallel.data_parallel_shard_size": (1,),
     "ddp.use_distributed_optimizer": _OFF,
-    "model.hf_config": (None,),
     "model.num_moe_experts": (None,),
     "model.mtp_num_layers": (None, 0),
     "model.log_max_attention_logit": _OFF,

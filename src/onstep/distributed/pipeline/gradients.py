@@ -21,28 +21,26 @@ class StageGradients:
     Args:
         chunks: the stages of this rank.
         world: the ranks of the run.
-        is_tied: whether the first stage and the last, on other ranks, have one embedding.
+        tied: the names of the parameters that the first stage and the last, on other ranks, have both.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], world: World, *, is_tied: bool) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], world: World, *, tied: Sequence[str]) -> None:
         self._world = world
-        self._tied: nn.Parameter | None = None
+        self._tied: list[nn.Parameter] = []
         self._embedding = None
-        if is_tied:
+        if tied:
             pairs: list[tuple[int, ...]] = [(part[0], part[-1]) for part in world.parts("pp")]
             self._embedding = world.group_among(pairs, "embd")
             if self._embedding is not None:
-                self._tied = next(
-                    one for chunk in chunks for name, one in chunk.named_parameters() if name == "embedding.weight"
-                )
+                here = {name: one for chunk in chunks for name, one in chunk.named_parameters()}
+                self._tied = [here[name] for name in tied if here[name].requires_grad]
         parameters = dict.fromkeys(one for chunk in chunks for one in chunk.parameters() if one.requires_grad)
         self._buckets = list(_buckets([*parameters]))
 
     @torch.no_grad()
     def exchange(self) -> None:
         """Sum the gradients over the ranks that share them. Collective."""
-        tied = self._tied
-        if tied is not None and tied.requires_grad:
+        for tied in self._tied:
             if tied.grad is None:
                 tied.grad = torch.zeros_like(tied)
             self._world.reduce(tied.grad, dist.ReduceOp.SUM, "embd", self._embedding)

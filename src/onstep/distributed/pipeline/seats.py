@@ -34,6 +34,18 @@ class Seat:
         return self.stage == self.num_stages - 1
 
 
+class Computed(BaseException):
+    """Ends a forward step on a stage without a loss: its output is known, and the rest would compute the loss.
+
+    Args:
+        output: the hidden states.
+    """
+
+    def __init__(self, output: object) -> None:
+        super().__init__("a stage of a pipeline can be called in the forward step only")
+        self.output = output
+
+
 def seats_of_rank(parallel: ParallelConfig, num_layers: int, sizes: ParallelSizes, rank: int) -> list[Seat]:
     """The stages of a rank, ascending.
 

@@ -54,8 +54,8 @@ class WholePipeline:
     def _passes(self) -> Passes:
         from onstep.distributed.pipeline.passes import Passes  # imports torch's pipelines
 
-        first: Any = self.chunks[0]
-        return Passes(self.chunks, self._world, self._schedule, first.hidden_dtype, self._pass)
+        dtype = next(self.chunks[0].parameters()).dtype
+        return Passes(self.chunks, self._world, self._schedule, dtype, self._pass)
 
     @property
     def _last_rank(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from onstep.errors import ConfigError
 from onstep.models.generation.context_window import ContextWindow, context_length
 from onstep.models.hf.causal_lm import CausalLM, inner_causal_lm
+from onstep.models.hf.stages import scores_of_stages
 from onstep.models.layers.sequence_context import KeyValueCache
 from onstep.models.stages import TransformerStage
 from onstep.models.transformer import Transformer
@@ -203,7 +204,7 @@ def _continue(
 
 def _parts_of(model: nn.Module) -> list[nn.Module]:
     """The model, or all stages that this rank has of it."""
-    pipeline = model.pipeline if isinstance(model, TransformerStage) else None
+    pipeline = getattr(model, "pipeline", None)
     return [model] if pipeline is None else pipeline.chunks
 
 
@@ -255,6 +256,9 @@ class _CausalReader:
         """The scores of token `end` (batch, vocab), given those before it that are in the window."""
         if self._window.include(end) or not self._cache:
             self._known, self._cache = self._window.start, {}
+        pipeline = getattr(self._model, "pipeline", None)
+        if pipeline is not None:  # without a cache, which each stage would have for its layers
+            return scores_of_stages(pipeline, self._text[:, self._window.start : end], self._model.config)
         output = self._model.model(input_ids=self._text[:, self._known : end], use_cache=True, **self._cache)
         kept = {name: getattr(output, name, None) for name in ("past_key_values", "cache_params")}
         self._cache = {name: cache for name, cache in kept.items() if cache is not None}

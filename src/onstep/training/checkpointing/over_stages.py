@@ -40,6 +40,7 @@ class ModelOverStages(ModelState):
         super().__init__(chunks)
         self._world = world
         self._whole: dict[str, tuple[int, ...]] = unwrap(chunks[0]).whole_shapes
+        self._aliases: dict[str, str] = unwrap(chunks[0]).aliases
 
     @property
     def is_sharded(self) -> bool:
@@ -50,10 +51,11 @@ class ModelOverStages(ModelState):
         """The weights of this rank's stages, in the order of the whole model, and stand-ins for those of the others."""
         own = super().state_dict()
         dtype = next(iter(own.values())).dtype
-        return {
+        state = {
             name: own[name] if name in own else _stand_in(_Elsewhere(shape, dtype), self._world)
             for name, shape in self._whole.items()
         }
+        return {name: state[self._aliases.get(name, name)] for name in state}
 
     def destinations(self, outline: dict[str, Any]) -> dict[str, Any]:
         """Where this rank's part of a stored state goes: see `Stateful`.
@@ -62,7 +64,11 @@ class ModelOverStages(ModelState):
             outline: the stored state, with tensors on the meta device.
         """
         found = super().destinations(self._of_here(outline))
-        return {name: found[name] if name in found else _absent(value, self._world) for name, value in outline.items()}
+        known = {name: self._aliases.get(name, name) if name not in found else name for name in outline}
+        return {
+            name: found[known[name]] if known[name] in found else _absent(value, self._world)
+            for name, value in outline.items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of this rank's stages.

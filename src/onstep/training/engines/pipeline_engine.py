@@ -40,11 +40,9 @@ class PipelineEngine:
         self.passes = self.staged.passes(
             self.on.wrap("forward", self.forward), backward=around, after_backward=self.after_backward
         )
-        options = self.staged.chunks[0].config
         is_v = schedule_of(self.run.cfg.parallel).chunks == "two"
-        self.gradients = StageGradients(
-            self.staged.chunks, self.run.world, is_tied=options.share_embeddings_and_output_weights and not is_v
-        )
+        tied = () if is_v else self.staged.chunks[0].tied_weights
+        self.gradients = StageGradients(self.staged.chunks, self.run.world, tied=tied)
 
     def compute(self, step: Step) -> None:
         """Run the passes of all micro-batches, and sum the gradients that several ranks have."""

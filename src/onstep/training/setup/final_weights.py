@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,7 @@ from onstep.errors import CheckpointError, ConfigError, MainOnlyError, OnstepErr
 from onstep.events.context import unwrap
 from onstep.files.durability import replace_durably
 from onstep.models import Transformer, hf_obstacle
-from onstep.models.hf.any_directory import LanguageModel, save_directory
-from onstep.models.stages import TransformerStage
-from onstep.models.transformer import empty_transformer
+from onstep.models.hf.any_directory import LanguageModel, empty_model, save_directory
 from onstep.training.run import Run
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.setup.lora import has_hf_names, has_lora, merged_model, save_adapter
@@ -51,14 +50,14 @@ def _save_stages(state: Run, model: list[nn.Module]) -> None:
     write_final_weights(state, lambda directory: _save(state, whole, directory) if whole is not None else None, None)
 
 
-def whole_of_stages(model: list[nn.Module], world: World) -> Transformer | None:
+def whole_of_stages(model: list[nn.Module], world: World) -> LanguageModel | None:
     """The model whose stages are on the ranks of a pipeline, on the CPU of rank 0; None on others. Collective.
 
     Args:
         model: the stages of this rank.
         world: the ranks of the run.
     """
-    stages: list[TransformerStage] = [unwrap(chunk) for chunk in model]
+    stages: list[Any] = [unwrap(chunk) for chunk in model]
     own = {name: value for stage in stages for name, value in stage.state_dict().items()}
     [part] = [part for part in world.parts("pp") if world.rank in part]
     names = world.gather([*own])
@@ -72,7 +71,7 @@ def whole_of_stages(model: list[nn.Module], world: World) -> Transformer | None:
             values[name] = value.cpu()
     if not world.is_main:
         return None
-    whole = empty_transformer(stages[0].config, dtype)
+    whole = empty_model(stages[0].config, dtype)
     whole.load_state_dict(values)
     return whole
 

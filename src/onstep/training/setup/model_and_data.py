@@ -36,6 +36,9 @@ from onstep.models.hf.any_directory import LanguageModel
 from onstep.models.hf.any_directory import build_model as build_language_model
 from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.hf.documents_probe import prepare_for_data
+from onstep.models.hf.stages import cut as cut_by_list
+from onstep.models.hf.stages import num_layers_of
+from onstep.models.hf.stages_probe import check_stages
 from onstep.models.offloading import check_offloading
 from onstep.models.stages import cut
 from onstep.training.run import Run
@@ -97,20 +100,30 @@ def cut_into_stages(chunks: list[nn.Module], config: ConfigContainer, world: Wor
     """The stages of this rank, of a model that it has whole until then.
 
     Raises:
-        ConfigError: for a model other than Onstep's transformer, or layers that the stages cannot share.
+        ConfigError: for a model that cannot be cut, or layers that the stages cannot share.
     """
     [model] = chunks
-    if type(model) is not Transformer or model.has_value_head:
-        raise ConfigError(
-            f"parallel.pipeline_model_parallel_size={world.sizes.pp} cuts Onstep's own transformer, but the model is "
-            f"{'one with a value head' if isinstance(model, Transformer) else 'a ' + type(model).__name__}; let data "
-            f"parallelism use the ranks, or parallel.data_parallel_shard_size=-1."
-        )
-    stages = cut(model, seats_of_rank(config.parallel, model.config.num_layers, world.sizes, world.rank))
-    pipeline = WholePipeline(stages, world, schedule_of(config.parallel))
+    if isinstance(model, Transformer):
+        stages = _stages_of(model, config, world)
+    else:
+        if isinstance(model, CausalLM):
+            check_stages(model.config)
+        seats = seats_of_rank(config.parallel, num_layers_of(model), world.sizes, world.rank)
+        stages = cut_by_list(model, seats)
+    pipeline: Any = WholePipeline(stages, world, schedule_of(config.parallel))
     for stage in stages:
         stage.pipeline = pipeline
-    return [*stages]
+    return stages
+
+
+def _stages_of(model: Transformer, config: ConfigContainer, world: World) -> list[nn.Module]:
+    if type(model) is not Transformer or model.has_value_head:
+        what = "with a value head" if model.has_value_head else f"of the class {type(model).__name__}"
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={world.sizes.pp} cuts no transformer {what}; let data parallelism "
+            f"use the ranks, or parallel.data_parallel_shard_size=-1."
+        )
+    return [*cut(model, seats_of_rank(config.parallel, model.config.num_layers, world.sizes, world.rank))]
 
 
 def run_hooks(chunks: list[nn.Module], hooks: Sequence[ModelHook]) -> list[nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onstep.config.pipelines import schedule_of
 from onstep.data import Batch, StepBatches
-from onstep.distributed.pipeline.seats import seat_of
+from onstep.distributed.pipeline.seats import Computed, seat_of
 from onstep.errors import ConfigError, DataError
 from onstep.events.context import unwrap
 from onstep.training.compute.forward_errors import call_forward_step
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 
 TOKENS = ("tokens", "input_ids")
 """The entries of a micro-batch, of which the first one there has the shape of what the model is called with."""
-
-
-class _Computed(BaseException):
-    """Ends a forward step on a stage without a loss: its output is known, and the rest would compute the loss."""
-
-    def __init__(self, output: object) -> None:
-        self.output = output
 
 
 class StagedForward:
@@ -50,7 +43,7 @@ class StagedForward:
     def __init__(self, run: Run, forward_step_func: ForwardStep, model: Sequence[nn.Module]) -> None:
         self._run, self._forward_step = run, forward_step_func
         self.chunks: list[Any] = [unwrap(chunk) for chunk in model]
-        self.width: int = self.chunks[0].config.hidden_size
+        self.width: int = self.chunks[0].hidden_size
         self._ends = [getattr(seat_of(chunk), "is_last", True) for chunk in self.chunks]
         self._starts: dict[int, Tensor] = {}
         """The state of torch's generator of the CPU when this rank began each micro-batch of a step."""
@@ -60,7 +53,7 @@ class StagedForward:
         from onstep.distributed.pipeline.passes import Passes  # imports torch's pipelines
 
         schedule = schedule_of(self._run.cfg.parallel)
-        dtype = self.chunks[0].hidden_dtype
+        dtype = next(self.chunks[0].parameters()).dtype
         return Passes(self.chunks, self._run.world, schedule, dtype, forward, **options)
 
     def shapes(self, step: StepBatches) -> list[tuple[int, ...]]:
@@ -91,11 +84,11 @@ class StagedForward:
         chunk.set_input_tensor(received)
         handle = None if self._ends[number] else chunk.register_forward_hook(_end)
         try:
-            with run.autocast(), self._random_numbers(number, index):
+            with run.autocast(), self._random_numbers(number, index), self._own_stream(chunk):
                 result = call_forward_step(
                     self._forward_step, micro_batches, batch, chunk, run.train_state.step, **asked
                 )
-        except _Computed as computed:
+        except Computed as computed:
             result = computed.output
         else:
             if handle is not None:
@@ -128,6 +121,19 @@ class StagedForward:
         finally:
             torch.set_rng_state(now)
 
+    @contextmanager
+    def _own_stream(self, chunk: nn.Module) -> Iterator[None]:
+        """Let a chunk that does not know what other stages draw have numbers of its own, from when it is called."""
+        enter = getattr(chunk, "own_stream", None)
+        if enter is None or not chunk.training:
+            yield
+            return
+        with ExitStack() as stack:
+            device = self._run.world.device
+            hook = chunk.register_forward_pre_hook(lambda *given: (stack.enter_context(enter(device)), None)[1])
+            stack.callback(hook.remove)
+            yield
+
     def _checked(self, output: object, batch: Batch) -> Tensor:
         expected = (*_tokens(batch).shape, self.width)
         if not isinstance(output, Tensor) or tuple(output.shape) != expected:
@@ -140,7 +146,7 @@ class StagedForward:
 
 
 def _end(module: nn.Module, args: object, output: object) -> None:
-    raise _Computed(output)
+    raise Computed(output)
 
 
 def _tokens(batch: Batch) -> Tensor:

@@ -1,0 +1,58 @@
+"""Finds out whether the stages of a family of transformers compute what the whole model does, on a small copy."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from onstep.config import ModelConfig
+from onstep.distributed.pipeline.seats import Seat
+from onstep.errors import ConfigError
+from onstep.models.hf.documents_probe import small_copy
+from onstep.models.hf.family_directory import one_line
+from onstep.models.hf.stages import called, cut, num_layers_of
+
+_FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError, NotImplementedError)
+
+
+def check_stages(config: ModelConfig) -> None:
+    """Refuse a family whose stages do not compute what the whole model does: a small copy of it is tried, on the CPU.
+
+    Args:
+        config: the configuration, with `hf_config`; a family of which no small copy can be built is not tried.
+
+    Raises:
+        ConfigError: saying what differs.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            whole = small_copy(config)
+        except ConfigError:
+            return
+        tokens = torch.randint(1, 60, (2, 9))
+        number = num_layers_of(whole)
+        halves = [range(number // 2), range(number // 2, number)]
+        expected = whole.eval()(tokens)
+        try:
+            found = _through(cut(whole, [Seat(place, 2, layers) for place, layers in enumerate(halves)]), tokens)
+        except _FAILURES as error:
+            reason = one_line(error)
+        else:
+            if torch.equal(found, expected):
+                return
+            reason = f"logits differ by {float((found - expected).abs().max()):.0e} from those of the whole model"
+    raise ConfigError(
+        f"models of the type {(config.hf_config or {}).get('model_type')} cannot be cut into the stages of a pipeline: "
+        f"a layer must get and return hidden states, and nothing behind the layers may read the embeddings ({reason}); "
+        f"set parallel.pipeline_model_parallel_size=1, and let parallel.data_parallel_shard_size=-1 divide the model."
+    )
+
+
+def _through(stages: list[nn.Module], tokens: torch.Tensor) -> torch.Tensor:
+    """What the last stage returns."""
+    hidden = None
+    for stage in stages:
+        hidden = called(stage, hidden, tokens)
+    assert hidden is not None
+    return hidden

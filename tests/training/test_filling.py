@@ -50,7 +50,7 @@ def filled(values: dict[str, Tensor]) -> Tied:
             give(name, value_of(tensor))
 
     model, _ = outline()
-    Filling(model, PendingWeights(model, give_all)).fill(model, CPU)
+    Filling([model], PendingWeights(model, give_all)).fill(CPU)
     return model
 
 
@@ -107,7 +107,7 @@ def test_a_buffer_without_values_is_named() -> None:
     with without_values(), torch.device("meta"):
         model = nn.BatchNorm1d(2)
     with pytest.raises(ConfigError, match="running_mean"):
-        Filling(model, PendingWeights(model, lambda give: give("weight", value_of(torch.ones(2))))).fill(model, CPU)
+        Filling([model], PendingWeights(model, lambda give: give("weight", value_of(torch.ones(2))))).fill(CPU)
 
 
 def test_values_are_rounded_to_the_type_that_the_model_was_built_in() -> None:
@@ -117,7 +117,7 @@ def test_values_are_rounded_to_the_type_that_the_model_was_built_in() -> None:
     weights.give_all = lambda give: [give(name, value_of(one)) for name, one in values.items()] and None
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32)
-    Filling(model, weights).fill(model, CPU)
+    Filling([model], weights).fill(CPU)
     assert model.scale.dtype == torch.float32
     assert torch.equal(model.scale, values["scale"].bfloat16().float())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -45,11 +44,10 @@ class TransformerStage(Transformer):
         self.pipeline: WholePipeline | None = None
         """All stages, by which it generates; None in one process."""
         is_tied = whole.output is None and seat.is_last and not seat.is_first
-        if seat.is_first:
-            self.embedding = whole.embedding
-        elif is_tied:
-            self.embedding = copy.deepcopy(whole.embedding) if embedding is None else embedding
-            self.embedding.weight.shared = embedding is None  # type: ignore[attr-defined]  # the first stage counts it
+        self.copies_embedding = is_tied and embedding is None
+        """Whether its embedding is a copy of that of the first stage, which is on another rank and counts it."""
+        if seat.is_first or is_tied:
+            self.embedding = whole.embedding if embedding is None else embedding
         self.position_embedding = whole.position_embedding if seat.is_first else None
         self.dropout, self.rotary = whole.dropout, whole.rotary
         self.stream = _stream_of(whole, seat)
@@ -63,6 +61,12 @@ class TransformerStage(Transformer):
         self.aliases: dict[str, str] = {}
         """The names of weights that have another name, too, each with that."""
         self.output = whole.output if seat.is_last else None
+        self.mark_shared()
+
+    def mark_shared(self) -> None:
+        """Mark a parameter that another rank counts in norms; again where dividing or filling has replaced it."""
+        if self.copies_embedding:
+            self.embedding.weight.shared = True  # type: ignore[attr-defined]
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Set what the stage before has computed, (batch, seq, hidden), for the next call.
@@ -177,7 +181,7 @@ class TransformerStage(Transformer):
             one.numel()
             for name, one in self.named_parameters()
             if (one.requires_grad or not trainable_only)
-            and not getattr(one, "shared", False)
+            and not (self.copies_embedding and name == "embedding.weight")
             and not (exclude_embeddings and "embedding." in name)
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,32 +37,32 @@ class Filling:
     """The parameters of a model that is about to be divided between ranks, and what they are to be filled with.
 
     Args:
-        chunk: the model, before it is divided.
+        chunks: the model, or the stages of it that this rank has, before they are divided.
         weights: where its values come from.
     """
 
-    def __init__(self, chunk: nn.Module, weights: PendingWeights) -> None:
-        self._weights = weights
+    def __init__(self, chunks: Sequence[nn.Module], weights: PendingWeights) -> None:
+        self._weights, self._chunk = weights, chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
         names: dict[int, list[str]] = {}
-        for name, tensor in _named_tensors(chunk):
+        for name, tensor in _named_tensors(self._chunk):
             names.setdefault(id(tensor), []).append(name)
         self._ties = [group for group in names.values() if len(group) > 1]
         self._names = {name: names[id(one)][0] for name, one in weights.built.items() if id(one) in names}
         self._dropped = {name for name, one in weights.built.items() if id(one) not in names}
-        self._lacking = {names[id(one)][0] for _, one in _named_tensors(chunk) if one.is_meta}
+        self._lacking = {names[id(one)][0] for _, one in _named_tensors(self._chunk) if one.is_meta}
 
     @torch.no_grad()
-    def fill(self, chunk: nn.Module, device: torch.device) -> None:
-        """Give the divided model memory on a device, and each rank its part of each value. Collective.
+    def fill(self, device: torch.device) -> None:
+        """Give the model, divided in place, memory on a device, and each rank its part of each value. Collective.
 
         Args:
-            chunk: the model, divided in place.
             device: where its shards are.
 
         Raises:
             ConfigError: for a parameter without a value, or one that is no longer shared as it was.
             OnstepError: for values of another shape, or of no parameter.
         """
+        chunk = self._chunk
         self._check_shared(chunk, "was divided: set fsdp.wrap to a class that contains both")
         chunk._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)  # type: ignore[no-untyped-call]
         self._tie(chunk)

@@ -68,7 +68,8 @@ def build_model(
     check_offloading(config.model, world.device)
     check_fused_loss(config.model, world.device)
     source, weights = _source(config, state), None
-    if is_divided(config, world) and not pre_wrap_hooks:  # hooks may read and change the weights
+    in_parts = is_divided(config, world) or world.sizes.pp > 1
+    if in_parts and not pre_wrap_hooks:  # hooks may read and change the weights
         language_model, weights = outline_of(config, world, source)
     else:
         language_model = _language_model(config, world, state, source)
@@ -97,7 +98,7 @@ def build_model(
 
 
 def cut_into_stages(chunks: list[nn.Module], config: ConfigContainer, world: World) -> list[nn.Module]:
-    """The stages of this rank, of a model that it has whole until then.
+    """The stages of this rank; the rest of the model is given up.
 
     Raises:
         ConfigError: for a model that cannot be cut, or layers that the stages cannot share.

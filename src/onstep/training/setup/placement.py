@@ -15,6 +15,7 @@ from onstep.distributed.buffered import buffered_data_parallel
 from onstep.distributed.outcomes import together
 from onstep.distributed.pipeline.seats import is_staged
 from onstep.errors import ConfigError
+from onstep.models.stages import TransformerStage
 from onstep.training.setup.filling import Filling, PendingWeights
 
 
@@ -46,49 +47,43 @@ def place(
         ConfigError: for an unknown backend of `torch.compile`, and for weights without values.
     """
     ddp = config.ddp if ddp is None else ddp
-    if world.sizes.tp > 1:
-        return _in_tensors(list(chunks), world, config, ddp, weights=weights)
-    if is_sharded(config, world):
-        return _sharded(list(chunks), world, config, ddp, compiles=compiles, weights=weights)
+    placed = list(chunks)
+    in_stages, in_shards = is_staged(placed), _is_in_shards(placed, config, world)
+    filling = None if weights is None else Filling(placed, weights)
     if compiles and config.train.torch_compile:
-        compile_in_place(chunks, config.train)
-    check_weights(chunks)
-    placed = [chunk.to(world.device) for chunk in chunks] if moves else list(chunks)
-    if is_staged(placed):  # their engine sums the gradients of replicas
+        compile_in_place([part for chunk in placed for part in compiled_parts(chunk, config, world)], config.train)
+    if filling is None:
+        check_weights(placed)
+    if world.sizes.tp > 1:
+        from onstep.training.setup.tensor_division import divide_tensors  # importing DTensor costs 0.7 s
+
+        for chunk in placed:
+            divide_tensors(chunk, world, config)
+    if in_shards:
+        from onstep.distributed.fully_sharded import fully_sharded
+
+        placed = fully_sharded(placed, world, config, ddp)
+    if filling is not None:
+        device = torch.device("cpu") if config.fsdp.cpu_offload and in_shards else world.device
+        together(world, partial(filling.fill, device), "filling the model")
+    if not in_shards and (moves or world.sizes.tp > 1):
+        placed = [chunk.to(world.device) for chunk in placed]
+    for stage in (chunk for chunk in placed if isinstance(chunk, TransformerStage)):
+        stage.mark_shared()
+    if in_shards or in_stages:  # whose engine sums the gradients of replicas
         return placed
     if config.ddp.use_distributed_optimizer and (world.data.size > 1 or ddp.fp8_param_gather):
-        check_ranks(placed, world)
+        if world.sizes.tp == 1:
+            check_ranks(placed, world)
         return buffered_data_parallel(placed, world, ddp)
-    return data_parallel(placed, world, ddp)
+    return placed if world.sizes.tp > 1 else data_parallel(placed, world, ddp)
 
 
-def _in_tensors(
-    chunks: list[nn.Module],
-    world: World,
-    config: ConfigContainer,
-    ddp: DistributedDataParallelConfig,
-    *,
-    weights: PendingWeights | None,
-) -> list[nn.Module]:
-    """The chunks with the tensors of each layer divided, and then, with several ranks of data, their parts."""
-    from onstep.distributed.fully_sharded import fully_sharded  # importing DTensor costs 0.7 s
-    from onstep.training.setup.tensor_division import divide_tensors
-
-    if weights is None:
-        check_weights(chunks)
-    filling = [] if weights is None else [Filling(chunk, weights) for chunk in chunks]
-    for chunk in chunks:
-        divide_tensors(chunk, world, config)
-    is_sharded_too = world.data.size > 1 and not config.ddp.use_distributed_optimizer
-    if is_sharded_too:
-        chunks = fully_sharded(chunks, world, config, ddp)
-    device = torch.device("cpu") if config.fsdp.cpu_offload and is_sharded_too else world.device
-    for one, chunk in zip(filling, chunks, strict=False):
-        together(world, partial(one.fill, chunk, device), "filling the model")
-    if is_sharded_too:
-        return chunks
-    chunks = [chunk.to(world.device) for chunk in chunks]
-    return buffered_data_parallel(chunks, world, ddp) if world.data.size > 1 else chunks
+def _is_in_shards(chunks: Sequence[nn.Module], config: ConfigContainer, world: World) -> bool:
+    """Whether FSDP2 has the parameters; also of replicas of divided tensors, which DistributedDataParallel cannot."""
+    if world.sizes.tp == 1 or is_staged(chunks):
+        return is_sharded(config, world)
+    return world.data.size > 1 and not config.ddp.use_distributed_optimizer
 
 
 def is_divided(config: ConfigContainer, world: World) -> bool:
@@ -109,35 +104,6 @@ def is_sharded(config: ConfigContainer, world: World) -> bool:
         world: the ranks of the run.
     """
     return config.parallel.data_parallel_shard_size != 1 and (world.sizes.dp_shard > 1 or world.size == 1)
-
-
-def _sharded(
-    chunks: list[nn.Module],
-    world: World,
-    config: ConfigContainer,
-    ddp: DistributedDataParallelConfig,
-    *,
-    compiles: bool,
-    weights: PendingWeights | None,
-) -> list[nn.Module]:
-    """The chunks in shards: each block compiled by itself, since weights are gathered between two blocks.
-
-    `fully_shard` moves the values that there are to the device, block by block.
-    """
-    from onstep.distributed.fully_sharded import fully_sharded  # importing DTensor costs 0.7 s
-
-    if compiles and config.train.torch_compile:
-        for chunk in chunks:
-            compile_in_place(compiled_parts(chunk, config, world), config.train)
-    if weights is None:
-        check_weights(chunks)
-        return fully_sharded(chunks, world, config, ddp)
-    filling = [Filling(chunk, weights) for chunk in chunks]
-    chunks = fully_sharded(chunks, world, config, ddp)
-    device = torch.device("cpu") if config.fsdp.cpu_offload else world.device
-    for one, chunk in zip(filling, chunks, strict=True):
-        together(world, partial(one.fill, chunk, device), "filling the model")
-    return chunks
 
 
 def compiled_parts(chunk: nn.Module, config: ConfigContainer, world: World) -> list[nn.Module]:

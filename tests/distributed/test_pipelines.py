@@ -75,6 +75,25 @@ def test_schedules_train_as_one_process_and_share_what_the_last_stage_knows(
     check(processes, tmp_path, wanted, 2)
 
 
+TENSORS = ["parallel.tensor_model_parallel_size=2"]
+SEQUENCES = [*TENSORS, "parallel.sequence_parallel=true"]
+SHARDS = ["parallel.data_parallel_shard_size=2", "train.micro_batch_size=1"]
+KEPT = "fsdp.reshard_after_forward=false"
+
+
+def test_stages_are_divided_further_between_ranks(processes: Processes, tmp_path: Path) -> None:
+    """Their tensors, and their parameters in shards: each with ragged labels, an empty micro-batch, and clipping."""
+    wanted = [
+        row("1F1B", TIED, *TENSORS, ranks=4, dtype="float64"),
+        row("Interleaved1F1B", TWO, TIED, *SEQUENCES, ranks=4, dtype="float64", step="mean"),
+        row("ZBVZeroBubble", TIED, *SEQUENCES, ranks=4, dtype="float64"),
+        row("1F1B", TIED, KEPT, *SHARDS, ranks=4, dtype="float64"),
+        row("Interleaved1F1B", TWO, TIED, *SHARDS, ranks=4, dtype="float64", step="mean"),
+        row("ZBVZeroBubble", *SHARDS, ranks=4, dtype="float64"),
+    ]
+    check(processes, tmp_path, wanted, 2)
+
+
 @pytest.mark.parametrize(
     ("step", "said"),
     [

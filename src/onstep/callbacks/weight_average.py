@@ -13,8 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from onstep.checkpoint import SharingPattern, StateComponent
 from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from, is_number
-from onstep.distributed.exchanges import sharded_modules
-from onstep.distributed.shards import held_part, is_in_shards
+from onstep.distributed.shards import held_part, is_in_shards, sharded_modules
 from onstep.errors import require, warn_once
 from onstep.events import Control, RunState, TrainerCallback
 from onstep.events.context import plain_name

@@ -15,10 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from onstep.config import DistributedDataParallelConfig
 from onstep.distributed.buffered import BufferedDataParallel, buffered_chunks
-from onstep.distributed.exchanges import sharded_modules
 from onstep.distributed.gradient_exchange import BucketHook, LocalGradients, check_exchange, hook_of, notes_of
 from onstep.distributed.refusals import check_undivided, check_version, check_world, exchanges
-from onstep.distributed.shards import as_dtensor, has_ranks_of, parameter_groups, world_size
+from onstep.distributed.shards import as_dtensor, has_ranks_of, parameter_groups, sharded_modules, world_size
 from onstep.distributed.world import World
 from onstep.errors import ConfigError, ShardingError
 
@@ -199,11 +198,10 @@ def _is_divided_over(mesh: DeviceMesh, data: DeviceMesh | None, world: World, *,
         world: the ranks.
         is_buffered: whether ranks divide its updates.
     """
-    if world.sizes.tp == 1 or world.data.size * world.sizes.tp != world.size:
-        return data is not None and data.size() == mesh.size() == world.size
-    if data is None:
-        return (is_buffered or world.data.size == 1) and has_ranks_of(mesh, world.part_of_mesh("tp"))
-    return data.size() == world.data.size and mesh.size() == world.size
+    if data is None:  # replicas of stages are summed by the engine of a pipeline
+        is_alone = is_buffered or world.data.size == 1 or world.sizes.pp > 1
+        return is_alone and world.sizes.tp > 1 and has_ranks_of(mesh, world.part_of_mesh("tp"))
+    return data.size() == world.data.size and mesh.size() == world.data.size * world.sizes.tp
 
 
 def _data_meshes(chunk: nn.Module) -> Iterator[tuple[tuple[int, str], DeviceMesh]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
@@ -12,25 +11,12 @@ from torch import Tensor, nn
 
 from onstep.distributed.buffered import buffered_chunks
 from onstep.distributed.pipeline.seats import is_staged
-from onstep.distributed.shards import as_dtensor, parameter_groups
+from onstep.distributed.shards import as_dtensor, parameter_groups, sharded_modules
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-
-def sharded_modules(chunk: nn.Module) -> list[FSDPModule]:
-    """The modules of a chunk that FSDP2 gathers.
-
-    Args:
-        chunk: a model chunk.
-    """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module for module in chunk.modules() if isinstance(module, FSDPModule)]
 
 
 def divisor_of(chunks: Sequence[nn.Module], world: World) -> float:

@@ -17,6 +17,7 @@ from onstep.config import ConfigContainer, DistributedDataParallelConfig
 from onstep.config.named_functions import function_of, names_function
 from onstep.config.suggestions import listed, nearest, shown
 from onstep.distributed.beside_compute import gather_beside, scatter_beside
+from onstep.distributed.pipeline.seats import seat_of
 from onstep.distributed.refusals import check_undivided, check_version
 from onstep.distributed.shards import as_dtensor, parameter_groups
 from onstep.distributed.tensor_parallel import dimension_beside
@@ -65,7 +66,11 @@ def fully_sharded(
         check_undivided(
             [chunk], "divided between ranks here", along=world.part_of_mesh("tp") if world.sizes.tp > 1 else None
         )
-        blocks = list(find_blocks(chunk)) if find_blocks is not None else blocks_of(chunk, config.fsdp.wrap)
+        seat = seat_of(chunk)
+        if find_blocks is not None:
+            blocks = list(find_blocks(chunk))
+        else:
+            blocks = blocks_of(chunk, config.fsdp.wrap) if seat is None or seat.layers else []
         check_shared(chunk, blocks)
         check_parameters(chunk)
         check_alike(chunk, world)
@@ -103,7 +108,13 @@ def _shard(
             module.set_reduce_scatter_unused_params(True)
     if world.device.type == "cpu" and not offloads:
         gather_beside(modules)
-        if policy.param_dtype is None and policy.reduce_dtype is None and world.sizes.dp_replicate == 1:
+        sums_in_passes = seat_of(chunk) is None  # the sums of a stage begin after its passes
+        if (
+            sums_in_passes
+            and policy.param_dtype is None
+            and policy.reduce_dtype is None
+            and world.sizes.dp_replicate == 1
+        ):
             scatter_beside(modules)
     if options.prefetch:
         _prefetch([block for block in blocks if isinstance(block, FSDPModule)], options.prefetch)
@@ -351,15 +362,21 @@ def check_alike(chunk: nn.Module, world: World) -> None:
     """Refuse (ConfigError) models that differ between the ranks, on all of them. Collective.
 
     Args:
-        chunk: a whole model.
+        chunk: a whole model, or a stage, of which the ranks along `pp` have others.
         world: the ranks of the run.
     """
-    own = [(name, tuple(one.shape), str(one.dtype), one.is_meta) for name, one in chunk.named_parameters()]
-    for rank, other in enumerate(world.gather(own)):
-        if other != own:
+    found = world.gather(
+        [(name, tuple(one.shape), str(one.dtype), one.is_meta) for name, one in chunk.named_parameters()]
+    )
+    for part in world.parts("dp_replicate", "dp_shard", "cp", "tp"):
+        first = world.rank if world.rank in part else part[0]
+        for rank in part:
+            own, other = found[first], found[rank]
+            if other == own:
+                continue
             here, there = next(((a, b) for a, b in zip(own, other, strict=False) if a != b), (len(own), len(other)))
             raise ConfigError(
-                f"the model of {world.place(rank)} differs from that of {world.place()}: it has {there}, here is "
+                f"the model of {world.place(rank)} differs from that of {world.place(first)}: it has {there}, here is "
                 f"{here}; build the same model on all ranks."
             )
 

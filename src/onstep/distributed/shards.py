@@ -91,6 +91,19 @@ def put_into_shards(modules: Iterable[nn.Module]) -> None:
                 part.reshard()
 
 
+def sharded_modules(chunk: nn.Module) -> list[FSDPModule]:
+    """The modules of a chunk that FSDP2 gathers.
+
+    Args:
+        chunk: a model chunk.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in chunk.modules() if isinstance(module, FSDPModule)]
+
+
 def parameter_groups(module: FSDPModule) -> list[Any]:
     """What FSDP2 gathers together for a module, in torch's private form.
 

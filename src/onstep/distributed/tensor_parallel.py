@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.functional import dropout, embedding
 
 from onstep.distributed.shards import as_dtensor
-from onstep.distributed.tensor_regions import copied, gathered, joined, own_part, scattered, summed
+from onstep.distributed.tensor_regions import check_divisible, copied, gathered, joined, own_part, scattered, summed
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
 
@@ -113,12 +113,7 @@ class TensorRanks:
         Raises:
             ConfigError: if the number of ranks does not divide that of the positions.
         """
-        length = x.shape[SEQUENCE]
-        if length % self.size:
-            raise ConfigError(
-                f"parallel.sequence_parallel=true divides sequences between {self.size} ranks, but those of this batch "
-                f"have {length} positions; pad them to {length + -length % self.size}, or set it to false."
-            )
+        check_divisible(x.shape[SEQUENCE], self.size)
         return x
 
 
@@ -201,10 +196,11 @@ class LocalForward:
 def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world: World) -> None:
     """Divide a model between the ranks of `tp`, in place. Collective unless its weights are on `meta`.
 
-    The weights become those of the first rank of the run, on its device.
+    The weights become those of the first rank that has the same, on its device. A module that another chunk of this
+    rank has too is divided with that.
 
     Args:
-        chunk: the whole model.
+        chunk: the whole model, or a stage of it.
         plan: what a rank computes of each module, by name; each module with parameters of its own must be in it.
         ranks: the ranks that divide it.
         world: the ranks of the run.
@@ -216,7 +212,7 @@ def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world
     _check(chunk, plan)
     made: dict[int, tuple[nn.Parameter, list[Placement], str]] = {}
     for name, module in list(chunk.named_modules()):
-        part = plan.get(name)
+        part = None if _is_divided(module) else plan.get(name)
         for own, parameter in list(module._parameters.items()):
             if parameter is None or part is None:
                 continue
@@ -278,8 +274,12 @@ def dimension_beside(shards: int, parameter: nn.Parameter) -> Shard | None:
     )
 
 
+def _is_divided(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), LocalForward)
+
+
 def _check(chunk: nn.Module, plan: Mapping[str, Part]) -> None:
-    for name, module in chunk.named_modules():
+    for name, module in ((name, one) for name, one in chunk.named_modules() if not _is_divided(one)):
         for own, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -313,7 +313,7 @@ def _divided(parameter: nn.Parameter, mesh: DeviceMesh, placements: list[Placeme
         value = value.to(world.device).contiguous()
         if value.data_ptr() == parameter.data_ptr():
             value = value.clone()
-        dist.broadcast(value, src=0)
+        dist.broadcast(value, group=world.group("dp_replicate", "dp_shard", "cp", "tp"), group_src=0)
     if isinstance(placement := placements[0], Shard):
         size = -(-shape[placement.dim] // mesh.size(0))
         start = min(size * mesh.get_local_rank(0), shape[placement.dim])

@@ -14,6 +14,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from onstep.distributed.buckets import ALL_GATHER, REDUCE_SCATTER
+from onstep.errors import ConfigError
+
+
+def check_divisible(length: int, ranks: int) -> None:
+    """Refuse (ConfigError) sequences whose positions cannot be divided between the ranks.
+
+    Args:
+        length: the number of positions.
+        ranks: the number of ranks.
+    """
+    if length % ranks:
+        raise ConfigError(
+            f"parallel.sequence_parallel=true divides sequences between {ranks} ranks, but those of this batch have "
+            f"{length} positions; pad them to {length + -length % ranks}, or set it to false."
+        )
 
 
 def copied(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -48,6 +48,8 @@ class TransformerStage(Transformer):
         """Whether its embedding is a copy of that of the first stage, which is on another rank and counts it."""
         if seat.is_first or is_tied:
             self.embedding = whole.embedding if embedding is None else embedding
+        if self.copies_embedding:
+            self.embedding.weight.shared = True  # type: ignore[attr-defined]
         self.position_embedding = whole.position_embedding if seat.is_first else None
         self.dropout, self.rotary = whole.dropout, whole.rotary
         self.stream = _stream_of(whole, seat)
@@ -61,12 +63,6 @@ class TransformerStage(Transformer):
         self.aliases: dict[str, str] = {}
         """The names of weights that have another name, too, each with that."""
         self.output = whole.output if seat.is_last else None
-        self.mark_shared()
-
-    def mark_shared(self) -> None:
-        """Mark a parameter that another rank counts in norms; again where dividing or filling has replaced it."""
-        if self.copies_embedding:
-            self.embedding.weight.shared = True  # type: ignore[attr-defined]
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Set what the stage before has computed, (batch, seq, hidden), for the next call.

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from onstep.distributed.pipeline.seats import seat_of
 from onstep.distributed.tensor_parallel import (
     Part,
     TensorRanks,
@@ -39,14 +40,17 @@ def plan_of(model: Transformer, ranks: TensorRanks) -> dict[str, Part]:
 
     Queries, keys, values, and the first matrices of feed-forward blocks are divided by outputs, so by heads; the
     matrices after them by inputs, and their results are summed. So is each expert. Embedding and output are divided by
-    tokens. The rest is replicated.
+    tokens. The rest is replicated. The stages of a pipeline send each other what the plan has between layers: parts of
+    sequences, where these are divided.
 
     Args:
-        model: the whole model.
+        model: the whole model, or a stage of it.
         ranks: the ranks that divide it.
     """
-    layers = _Layers(ranks, num_query_groups(model.config))
-    plan = {"final_norm": replace(layers.norm, after=ranks.whole)}
+    layers, seat = _Layers(ranks, num_query_groups(model.config)), seat_of(model)
+    plan = {}
+    if seat is None or seat.is_last:
+        plan["final_norm"] = replace(layers.norm, after=ranks.whole)
     if model.position_embedding is None:
         plan["embedding"] = vocabulary_embedding(ranks, ranks.leave)
         plan["dropout"] = layers.dropout
@@ -54,7 +58,7 @@ def plan_of(model: Transformer, ranks: TensorRanks) -> dict[str, Part]:
         plan["embedding"] = vocabulary_embedding(ranks, ranks.sum)
         plan["position_embedding"] = Part()
         plan["dropout"] = Part(before=ranks.divided, forward=layers.dropout.forward)
-    for index, layer in enumerate(model.layers):
+    for index, layer in model.layers.named_children():
         if isinstance(layer, Layer):
             plan |= layers.of_layer(f"layers.{index}", layer)
     for index, depth in enumerate(() if model.mtp is None else model.mtp.depths):

@@ -41,6 +41,9 @@ class ShardedGradients:
         kinds = self.kinds.members if self.kinds.sums.has_others else [list(params)]
         self._members = [[(param, as_dtensor(param) is not None) for param in kind] for kind in kinds]
         self._sizes: list[int] = []
+        self._has_shared = any(getattr(param, "shared", False) for param in params)
+        self._counts: list[float] = []
+        """For each part whether it is counted, if there is one that the rank counts which shares it."""
         dtypes = {param.dtype for param in params}
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
 
@@ -51,7 +54,7 @@ class ShardedGradients:
         differently from its parameter, is replaced by one like its parameter. Collective for such gradients.
         """
         parts: list[Tensor] = []
-        self._sizes = []
+        self._sizes, self._counts = [], []
         sum_replicas([param for members in self._members for param, is_dtensor in members if is_dtensor])
         for members in self._members:
             start = len(parts)
@@ -65,6 +68,8 @@ class ShardedGradients:
                         shards = param.grad = shards.redistribute(placements=param.placements)  # type: ignore[attr-defined]
                     grad = shards.to_local()
                 parts.append(grad)
+                if self._has_shared:
+                    self._counts.append(float(not getattr(param, "shared", False)))
             self._sizes.append(len(parts) - start)
         return parts
 
@@ -77,15 +82,32 @@ class ShardedGradients:
             parts: what `collect` returned.
             device: the device of the result.
         """
-        if parts:
-            norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(parts, 2.0, self._dtype)])
-            if not self.kinds.sums.has_others:
-                norm: Tensor = torch.linalg.vector_norm(norms)
-                return norm
-            squares = torch.stack([of_kind.sum() for of_kind in torch.split(norms.square(), self._sizes)])
-        else:
-            squares = torch.zeros(len(self._sizes), dtype=self._dtype, device=device)
-        return self.kinds.sums(squares).sum().sqrt()
+        norms = self._norms(parts, device)
+        if parts and not self.kinds.sums.has_others:
+            norm: Tensor = torch.linalg.vector_norm(norms)
+            return norm
+        return self._square(norms).sqrt()
+
+    def square(self, parts: list[Tensor], device: torch.device) -> Tensor:
+        """The sum of the squares of all whole gradients but those marked as `shared`, 0-d float64. Collective.
+
+        Args:
+            parts: what `collect` returned.
+            device: the device of the result.
+        """
+        norms = self._norms(parts, device).double()
+        return self._square(norms * norms.new_tensor(self._counts) if self._counts else norms)
+
+    def _norms(self, parts: list[Tensor], device: torch.device) -> Tensor:
+        if not parts:
+            return torch.zeros(0, dtype=self._dtype, device=device)
+        return torch.stack([norm.to(device) for norm in torch._foreach_norm(parts, 2.0, self._dtype)])
+
+    def _square(self, norms: Tensor) -> Tensor:
+        """That of the norms of all parts, over all ranks that hold any."""
+        of_kinds = torch.stack([of_kind.sum() for of_kind in torch.split(norms.square(), self._sizes)])
+        total: Tensor = self.kinds.sums(of_kinds).sum()
+        return total
 
 
 def sum_replicas(params: Sequence[Tensor]) -> None:

@@ -316,7 +316,8 @@ class TrainingOptimizer:
         self._norm_dtype = self._wide if has_low_precision else None
         self._device = params[0].device
         self._spans_devices = any(param.device != self._device for param in params)
-        self._sharded = ShardedGradients(self._ordered) if is_sharded(params) else None
+        in_parts = self._stages is not None or is_sharded(params)
+        self._sharded = ShardedGradients(self._ordered) if in_parts else None
         self._can_look_through = (
             self._stages is None
             and not self._spans_devices
@@ -356,9 +357,8 @@ class TrainingOptimizer:
 
     def _global_norm(self, grads: list[Tensor]) -> Tensor:
         """The L2 norm over all `grads`, and over those of other ranks if they are sharded, 0-d."""
-        if self._stages is not None:
-            counted = [one.grad for one in self._ordered if one.grad is not None and not getattr(one, "shared", False)]
-            return self._stages.norm(counted, self._device, self._wide)
+        if self._stages is not None and self._sharded is not None:
+            return self._stages.norm(self._sharded.square(grads, self._device)).to(self._wide)
         if self._sharded is not None and self._sharded.kinds.sums.has_others:
             return self._sharded.norm(grads, self._device)
         if not grads:

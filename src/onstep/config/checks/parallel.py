@@ -62,12 +62,24 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
             f"model.recompute_granularity=selective is not supported with parallel.pipeline_schedule={schedule.name}, "
             f"which goes back through an activation twice; set it to full, or the schedule to 1F1B or Interleaved1F1B."
         )
+    if schedule.chunks == "two" and config.model.share_embeddings_and_output_weights and _divides_model(config, ranks):
+        raise ConfigError(
+            f"parallel.pipeline_schedule={schedule.name} has both ends of the model on one rank, whose tied embedding "
+            f"cannot be in the shards of both; set model.share_embeddings_and_output_weights=false, "
+            f"parallel.data_parallel_shard_size=1, or parallel.pipeline_schedule=1F1B."
+        )
+    sizes = config.parallel_sizes(ranks)
+    if config.model.hf_config is not None and (sizes.tp > 1 or _divides_model(config, ranks)):
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={pp} cannot divide the stages of a model of transformers further "
+            f"(model.hf_config); set parallel.tensor_model_parallel_size=1 and parallel.data_parallel_shard_size=1."
+        )
     number = _num_layers(config)
     if number:
         layers_of_stages(parallel, number)
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if batch and micro:
-        data = config.parallel_sizes(ranks).data
+        data = sizes.data
         count, least = batch // (micro * data), schedule.least(pp)
         if not schedule.runs(pp, count):
             close = next(one for one in range(max(count, least), count + least + pp + 1) if schedule.runs(pp, one))
@@ -76,6 +88,10 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
                 f"which the schedule {schedule.name} on {pp} ranks does not run; use {close * micro * data}, or "
                 f"parallel.pipeline_schedule={schedule.for_any_number.name}."
             )
+
+
+def _divides_model(config: ConfigContainer, ranks: int) -> bool:
+    return config.parallel.data_parallel_shard_size != 1 and config.parallel_sizes(ranks).dp_shard > 1
 
 
 def _num_layers(config: ConfigContainer) -> int | None:
@@ -95,8 +111,7 @@ def _written(value: object) -> str:
 
 _OFF: tuple[Any, ...] = (False,)
 _NOT_IN_A_PIPELINE: dict[str, tuple[Any, ...]] = {
-    "parallel.tensor_model_parallel_size": (1,),
-    "parallel.data_parallel_shard_size": (1,),
+    "ddp.sync_each_micro_batch": (None, False),
     "ddp.use_distributed_optimizer": _OFF,
     "model.num_moe_experts": (None,),
     "model.mtp_num_layers": (None, 0),

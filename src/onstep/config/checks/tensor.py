@@ -46,9 +46,6 @@ def _undivided(config: ConfigContainer, sizes: ParallelSizes) -> Iterator[tuple[
     """What is asked for that is not supported there, why, and what to do."""
     model, optimizer = config.model, config.optimizer
     to_one = f"or {_SIZE} to 1"
-    if sizes.pp > 1:
-        stages = f"parallel.pipeline_model_parallel_size={sizes.pp}"
-        yield stages, "the layers of a stage are not divided", "set one of them to 1"
     if model.num_moe_experts and (of_experts := config.parallel.expert_tensor_parallel_size) not in (None, sizes.tp):
         asked = f"parallel.expert_tensor_parallel_size={of_experts}"
         yield asked, "experts are divided as the rest of a layer is", "set it to null"

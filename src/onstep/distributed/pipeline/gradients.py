@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from onstep.distributed.shards import held_part, held_parts, sharded_modules
 from onstep.distributed.world import World
 
 _BUCKET_BYTES = 25 * 2**20
@@ -35,7 +36,8 @@ class StageGradients:
                 here = {name: one for chunk in chunks for name, one in chunk.named_parameters()}
                 self._tied = [here[name] for name in tied if here[name].requires_grad]
         parameters = dict.fromkeys(one for chunk in chunks for one in chunk.parameters() if one.requires_grad)
-        self._buckets = list(_buckets([*parameters]))
+        are_replicas = world.data.size > 1 and not any(map(sharded_modules, chunks))  # FSDP2 sums those of its shards
+        self._buckets = list(_buckets([*parameters])) if are_replicas else []
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -43,16 +45,15 @@ class StageGradients:
         for tied in self._tied:
             if tied.grad is None:
                 tied.grad = torch.zeros_like(tied)
-            self._world.reduce(tied.grad, dist.ReduceOp.SUM, "embd", self._embedding)
-        if self._world.data.size > 1:
-            for bucket in self._buckets:
-                self._sum(bucket)
+            self._world.reduce(held_part(tied.grad), dist.ReduceOp.SUM, "embd", self._embedding)
+        for bucket in self._buckets:
+            self._sum(bucket)
 
     def _sum(self, bucket: list[nn.Parameter]) -> None:
         for one in bucket:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
-        gradients = [one.grad for one in bucket if one.grad is not None]
+        gradients = held_parts([one.grad for one in bucket if one.grad is not None])
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         self._world.data.sum(flat)
         parts = torch.split(flat, [gradient.numel() for gradient in gradients])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.pipelining._utils import extract_tensor_meta
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from onstep.distributed.pipeline.seats import Seat
+from onstep.distributed.pipeline.stage_shards import StageShards
 
 Forward = Callable[[int, Tensor | None], Tensor]
 """(number of the micro-batch, what the stage before has computed, if any); what is sent on, or the loss."""
@@ -25,10 +26,19 @@ class _Call(nn.Module):
     def __init__(self, chunk: nn.Module, forward: Forward) -> None:
         super().__init__()
         self.chunk = chunk
+        self.shards = StageShards(chunk)
         self.index = 0
         self.error: BaseException | None = None
         """What a pass raised, which torch replaces by an error of its own."""
         self._forward = forward
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of which torch computes gradients by themselves.
+
+        Args:
+            recurse: see torch.
+        """
+        return self.shards.parameters()
 
     def forward(self, *received: Tensor) -> Tensor:
         try:
@@ -72,6 +82,7 @@ class Stage(PipelineStage):
         self.stage_index_to_group_rank = dict(enumerate(ranks))
         self._backward, self._after_backward = backward, after_backward
         self._expected: tuple[object, ...] | None = None
+        self._num_left = 0
 
     def expect(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, *, has_backward: bool) -> None:
         """Make room for what the micro-batches of a step bring.
@@ -81,7 +92,9 @@ class Stage(PipelineStage):
             dtype: their type.
             has_backward: whether gradients come back.
         """
-        self.has_backward = has_backward
+        self.has_backward, self._num_left = has_backward, len(shapes)
+        if has_backward:
+            self.call.shards.begin()
         expected = (*shapes, dtype, has_backward)
         if expected == self._expected:
             return
@@ -128,7 +141,7 @@ class Stage(PipelineStage):
             return
         self._backward(partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward))
         if full_backward:
-            self._after_backward(bwd_chunk_id)
+            self._end(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of the backward pass of a micro-batch: the gradients of weights.
@@ -140,4 +153,11 @@ class Stage(PipelineStage):
         if not self.has_backward:
             return
         self._backward(partial(super().backward_weight_one_chunk, bwd_chunk_id, last_backward))
-        self._after_backward(bwd_chunk_id)
+        self._end(bwd_chunk_id)
+
+    def _end(self, index: int) -> None:
+        """The gradients of a micro-batch are here; those of a step are summed with the last one."""
+        self._num_left -= 1
+        if not self._num_left:
+            self.call.shards.reduce()
+        self._after_backward(index)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -31,16 +28,10 @@ class StageSums:
         total: Tensor = of_ranks.sum(0)
         return total
 
-    def norm(self, gradients: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The L2 norm of the gradients of all stages, 0-d. Collective over the pipeline.
+    def norm(self, squares: Tensor) -> Tensor:
+        """The L2 norm of the gradients of all stages, 0-d float64. Collective over the pipeline.
 
         Args:
-            gradients: of this rank, each counted by one rank.
-            device: of the result.
-            dtype: of the result.
+            squares: the sum of those of this rank's stages, each gradient counted by one rank, 0-d float64.
         """
-        squares = torch.zeros(1, dtype=torch.float64, device=device)
-        if gradients:
-            norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(list(gradients), 2.0, dtype)])
-            squares = norms.double().square().sum().reshape(1)
-        return self(squares).sqrt().to(dtype).reshape(())
+        return self(squares.reshape(1)).sqrt().reshape(())

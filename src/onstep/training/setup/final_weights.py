@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from onstep.analysis.reports.model_card import CARD_FILE, card_of_run
 from onstep.distributed import World, attempt
 from onstep.distributed.pipeline.seats import is_staged
-from onstep.distributed.shards import is_in_shards
+from onstep.distributed.shards import is_in_shards, whole
 from onstep.errors import CheckpointError, ConfigError, MainOnlyError, OnstepError
 from onstep.events.context import unwrap
 from onstep.files.durability import replace_durably
@@ -46,8 +46,8 @@ def _save_stages(state: Run, model: list[nn.Module]) -> None:
     """The same for the stages of a pipeline, which rank 0 gathers. Collective."""
     if state.run_dir is None or not state.cfg.run.save_weights:
         return
-    whole = whole_of_stages(model, state.world)
-    write_final_weights(state, lambda directory: _save(state, whole, directory) if whole is not None else None, None)
+    module = whole_of_stages(model, state.world)
+    write_final_weights(state, lambda directory: _save(state, module, directory) if module is not None else None, None)
 
 
 def whole_of_stages(model: list[nn.Module], world: World) -> LanguageModel | None:
@@ -65,15 +65,15 @@ def whole_of_stages(model: list[nn.Module], world: World) -> LanguageModel | Non
     dtype, group = next(iter(own.values())).dtype, world.group("pp")
     values: dict[str, Tensor] = {}
     for name, shape in stages[0].whole_shapes.items():
-        value = own[name] if name in own else torch.empty(shape, dtype=dtype, device=world.device)
+        value = whole(own[name]) if name in own else torch.empty(shape, dtype=dtype, device=world.device)
         dist.broadcast(value, owners[name], group=group)
         if world.is_main:
             values[name] = value.cpu()
     if not world.is_main:
         return None
-    whole = empty_model(stages[0].config, dtype)
-    whole.load_state_dict(values)
-    return whole
+    model = empty_model(stages[0].config, dtype)
+    model.load_state_dict(values)
+    return model
 
 
 def write_final_weights(state: Run, write: Callable[[RunDir], None], model: nn.Module | None) -> None:

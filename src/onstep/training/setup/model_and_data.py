@@ -109,6 +109,12 @@ def cut_into_stages(chunks: list[nn.Module], config: ConfigContainer, world: Wor
     else:
         if isinstance(model, CausalLM):
             check_stages(model.config)
+        if is_divided(config, world):
+            raise ConfigError(
+                f"parallel.pipeline_model_parallel_size={world.sizes.pp} cannot divide the stages of a "
+                f"{type(model).__name__} further; set parallel.tensor_model_parallel_size=1 and "
+                f"parallel.data_parallel_shard_size=1, or use the model of section model."
+            )
         seats = seats_of_rank(config.parallel, num_layers_of(model), world.sizes, world.rank)
         stages = cut_by_list(model, seats)
     pipeline: Any = WholePipeline(stages, world, schedule_of(config.parallel))

@@ -15,7 +15,6 @@ from onstep.distributed.buffered import buffered_data_parallel
 from onstep.distributed.outcomes import together
 from onstep.distributed.pipeline.seats import is_staged
 from onstep.errors import ConfigError
-from onstep.models.stages import TransformerStage
 from onstep.training.setup.filling import Filling, PendingWeights
 
 
@@ -49,6 +48,7 @@ def place(
     ddp = config.ddp if ddp is None else ddp
     placed = list(chunks)
     in_stages, in_shards = is_staged(placed), _is_in_shards(placed, config, world)
+    shared = [[name for name, one in chunk.named_parameters() if getattr(one, "shared", False)] for chunk in placed]
     filling = None if weights is None else Filling(placed, weights)
     if compiles and config.train.torch_compile:
         compile_in_place([part for chunk in placed for part in compiled_parts(chunk, config, world)], config.train)
@@ -68,15 +68,17 @@ def place(
         together(world, partial(filling.fill, device), "filling the model")
     if not in_shards and (moves or world.sizes.tp > 1):
         placed = [chunk.to(world.device) for chunk in placed]
-    for stage in (chunk for chunk in placed if isinstance(chunk, TransformerStage)):
-        stage.mark_shared()
+    for chunk, names in zip(placed, shared, strict=True):
+        for name in names:
+            chunk.get_parameter(name).shared = True  # type: ignore[attr-defined]
     if in_shards or in_stages:  # whose engine sums the gradients of replicas
         return placed
-    if config.ddp.use_distributed_optimizer and (world.data.size > 1 or ddp.fp8_param_gather):
-        if world.sizes.tp == 1:
+    has_tensors = world.sizes.tp > 1
+    if config.ddp.use_distributed_optimizer and (world.data.size > 1 or (ddp.fp8_param_gather and not has_tensors)):
+        if not has_tensors:
             check_ranks(placed, world)
         return buffered_data_parallel(placed, world, ddp)
-    return placed if world.sizes.tp > 1 else data_parallel(placed, world, ddp)
+    return placed if has_tensors else data_parallel(placed, world, ddp)
 
 
 def _is_in_shards(chunks: Sequence[nn.Module], config: ConfigContainer, world: World) -> bool:

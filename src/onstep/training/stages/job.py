@@ -21,8 +21,9 @@ from onstep.distributed import (
     is_bare,
     refused_together,
 )
-from onstep.distributed.exchanges import casts_weights, divisor_of, sharded_modules
+from onstep.distributed.exchanges import casts_weights, divisor_of
 from onstep.distributed.pipeline.seats import is_staged
+from onstep.distributed.shards import sharded_modules
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher
 from onstep.metrics.norms.named_parameters import reshard

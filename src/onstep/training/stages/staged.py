@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from onstep.config.pipelines import schedule_of
 from onstep.data import Batch, StepBatches
 from onstep.distributed.pipeline.seats import Computed, seat_of
+from onstep.distributed.tensor_regions import check_divisible
 from onstep.errors import ConfigError, DataError
 from onstep.events.context import unwrap
 from onstep.training.compute.forward_errors import call_forward_step
@@ -57,12 +58,22 @@ class StagedForward:
         return Passes(self.chunks, self._run.world, schedule, dtype, forward, **options)
 
     def shapes(self, step: StepBatches) -> list[tuple[int, ...]]:
-        """The shapes of the hidden states of each micro-batch.
+        """The shapes of the hidden states of each micro-batch on this rank.
 
         Raises:
             DataError: for micro-batches that do not show them.
+            ConfigError: for sequences that tensor-parallel ranks cannot divide.
         """
-        return [(*_tokens(batch).shape, self.width) for batch in step.micro_batches]
+        return [self._shape(batch) for batch in step.micro_batches]
+
+    def _shape(self, batch: Batch) -> tuple[int, ...]:
+        """Its part of the sequences, where they are divided: wherever gradients are recorded."""
+        rows, length = _tokens(batch).shape
+        ranks = self._run.world.sizes.tp if self._run.cfg.parallel.sequence_parallel else 1
+        if ranks == 1 or not torch.is_grad_enabled():
+            return rows, length, self.width
+        check_divisible(length, ranks)
+        return rows, length // ranks, self.width
 
     def __call__(
         self, micro_batches: MicroBatches, number: int, index: int, received: Tensor | None, **asked: bool
@@ -135,7 +146,7 @@ class StagedForward:
             yield
 
     def _checked(self, output: object, batch: Batch) -> Tensor:
-        expected = (*_tokens(batch).shape, self.width)
+        expected = self._shape(batch)
         if not isinstance(output, Tensor) or tuple(output.shape) != expected:
             raise ConfigError(
                 f"a stage of a pipeline has computed {described(output)} where the next one expects {expected}: the "

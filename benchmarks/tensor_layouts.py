@@ -27,12 +27,11 @@ def held_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: 
         for name, (shape, _, width) in zip(names, shapes, strict=True)
     ]
     trained = float(sum(size for size, (_, is_trained, _) in zip(sizes, shapes, strict=True) if is_trained))
+    held, state = {"parameters": float(sum(sizes)), "gradients": trained}, 2 * trained
     if DIVIDED[0] in layout.keys:  # the gradients are in buffers, and no longer those of the parameters
-        return {
-            "parameters": float(sum(sizes)),
-            "state": 2 * _rows_of_all(layout, variant, shapes, names) / layout.data_ranks,
-        }
-    return {"parameters": float(sum(sizes)), "gradients": trained, "state": 2 * trained}
+        del held["gradients"]
+        state = 2 * _rows_of_all(layout, variant, shapes, names) / layout.data_ranks
+    return held if any("=muon" in key for key in variant.keys) else {**held, "state": state}
 
 
 def _parts(name: str, layout: Layout, variant: Variant) -> int:

@@ -21,15 +21,15 @@ OTHERS = ["llama", "llama tied", "llama padded", "qwen3"]
 FURTHER = ["moe", "experts", "experts of float64", "later tokens"]
 ROWS = {
     "tp2": [*PLAIN, *FURTHER, "one group", "Trainer", *OTHERS],
-    "tp2 sp": [*PLAIN, *FURTHER, "losses of words", "attention dropout", "lora", "pretrain"],
-    "fsdp2 x tp2 sp": ["an empty rank", "losses", "one group", *FURTHER],
+    "tp2 sp": [*PLAIN, *FURTHER, "losses of words", "attention dropout", "lora", "pretrain", "muon"],
+    "fsdp2 x tp2 sp": ["an empty rank", "losses", "one group", "muon", *FURTHER],
     "fsdp2 x tp2": ["an empty rank", "llama", "Trainer"],
     "dp2 x tp2": ["an empty rank"],
     "tp4 sp": ["an empty rank", "losses", "one group", "grouped"],
     "tp2 sp checkpointed": ["plain"],
     "hsdp 2x2 x tp2 sp": ["losses"],
     "distopt2 x tp2": [*PLAIN, "Trainer", *OTHERS],
-    "distopt2 x tp2 sp": ["losses", "lora", "pretrain"],
+    "distopt2 x tp2 sp": ["losses", "lora", "pretrain", "muon"],
     "distopt2 x tp2 sp both": ["an empty rank", "tied", "losses", "one group", "experts"],
 }
 

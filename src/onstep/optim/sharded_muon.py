@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import _muon as torchs
 
-from onstep.distributed.shards import as_dtensor
+from onstep.distributed.shards import as_dtensor, split_of
+from onstep.distributed.tensor_regions import joined
 from onstep.errors import ShardingError
 
 PRECISION = "fp32_matmul_prec"
@@ -44,9 +46,9 @@ class Held(NamedTuple):
     """What this rank has of a matrix and its gradient."""
 
     parameter: Tensor
-    """Whose layout says how the ranks divide the rows."""
-    rows: Tensor
-    """Those of this rank, which are updated in place: (rows, columns)."""
+    """Whose layout says how the ranks divide it."""
+    part: Tensor
+    """That of this rank, which is updated in place: (rows, columns)."""
     grad: Tensor
     momentum: Tensor
     """Updated in place."""
@@ -54,36 +56,64 @@ class Held(NamedTuple):
     """The parameter group."""
 
 
-class _Matrix(NamedTuple):
-    """A matrix of which this rank has some rows."""
+class _Outer(NamedTuple):
+    """How a matrix is divided along the first of two dimensions of its mesh."""
 
-    parameter: Tensor
-    """These rows, and so on."""
+    dim: int
+    """0 for rows, 1 for columns."""
+    length: int
+    """The number of these that the ranks along that dimension have together."""
+    among: ProcessGroup
+
+    def joined(self, part: Tensor) -> Tensor:
+        """The parts of these ranks together. Collective."""
+        return joined(part, self.dim, self.among, self.length)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part."""
+        sizes = _sizes(self.length, self.among.size())
+        return torch.split(whole, sizes, self.dim)[self.among.rank()]
+
+
+class _Matrix(NamedTuple):
+    """A matrix of which the ranks of a group have some rows, or some columns, each."""
+
+    held: Held
+    outer: _Outer | None
+    """How it is divided along another dimension of the mesh, too."""
     update: Tensor
-    rows: list[int]
-    """The rows of each rank."""
+    """What this rank has of the update before it is orthogonalized; whole along the other dimension."""
+    dim: int
+    """0 for rows, 1 for columns."""
+    sizes: list[int]
+    """The number of these that each rank has."""
     owner: int
     """The rank that orthogonalizes it."""
-    group: dict[str, Any]
-    """The parameter group."""
 
-    @property
-    def columns(self) -> int:
-        return self.update.shape[1]
+    def shape(self, rank: int) -> list[int]:
+        """The shape of what a rank has."""
+        shape = list(self.update.shape)
+        shape[self.dim] = self.sizes[rank]
+        return shape
+
+    def numel(self, rank: int) -> int:
+        """The number of elements that a rank has."""
+        return math.prod(self.shape(rank))
 
 
 @torch.no_grad()
 def step(optimizer: torch.optim.Muon) -> None:
     """One step of an optimizer whose parameters are DTensors, or plain tensors among them.
 
-    Momentum and weight decay are of this rank's rows. Collective for the ranks of each mesh: two exchanges, of the rows
-    of the gradients with momentum and of the results, which are in the type of the iteration.
+    Momentum and weight decay are of this rank's part. Collective for the ranks of each mesh: two exchanges, of the
+    parts of the gradients with momentum and of the results, which are in the type of the iteration. Those of a matrix
+    that is divided along two dimensions of its mesh are gathered along the first one before, each by itself.
 
     Args:
         optimizer: torch's, whose state this is too.
 
     Raises:
-        ShardingError: for a matrix that is not divided by its rows along one dimension of its mesh.
+        ShardingError: for a matrix that is divided along more than two dimensions of its mesh.
     """
     held: list[Held] = []
     for group in optimizer.param_groups:
@@ -100,30 +130,35 @@ def step(optimizer: torch.optim.Muon) -> None:
 
 @torch.no_grad()
 def update(held: Sequence[Held]) -> None:
-    """Update matrices of which this rank has some rows. Collective, as `step`.
+    """Update matrices of which this rank has a part. Collective, as `step`.
 
     Args:
         held: the matrices, in the same order on all ranks.
 
     Raises:
-        ShardingError: for a matrix that is not divided by its rows along one dimension of its mesh.
+        ShardingError: for a matrix that is divided along more than two dimensions of its mesh.
     """
     parts: dict[ProcessGroup, list[_Matrix]] = {}
     loads: dict[ProcessGroup, list[int]] = {}
-    for parameter, rows_here, grad, buffer, group in held:
-        among = _group_of(parameter)
-        moved = _with_momentum(grad, buffer, group)
-        if among is None:
-            _apply(rows_here, _orthogonal(moved, group), parameter.shape, group)
+    for one in held:
+        moved = _with_momentum(one.grad, one.momentum, one.group)
+        divided = _divided_along(one.parameter)
+        if not divided:
+            _apply(one.part, _orthogonal(moved, one.group), one.parameter.shape, one.group)
             continue
+        known: Any = one.parameter
+        among, dim = known.device_mesh.get_group(divided[-1]), known.placements[divided[-1]].dim
+        outer = _outer(known, divided)
+        moved = moved if outer is None else outer.joined(moved)
         load = loads.setdefault(among, [0] * among.size())
         owner = load.index(min(load))
-        load[owner] += parameter.numel()
-        rows = _rows(parameter.shape[0], among.size())
-        parts.setdefault(among, []).append(_Matrix(rows_here, moved, rows, owner, group))
+        load[owner] += known.numel()
+        sizes = _sizes(known.shape[dim], among.size())
+        parts.setdefault(among, []).append(_Matrix(one, outer, moved, dim, sizes, owner))
     for among, matrices in parts.items():
-        for results, one in zip(_whole_by_rank(matrices, among), matrices, strict=True):
-            _apply(one.parameter, results, torch.Size((sum(one.rows), one.columns)), one.group)
+        for result, matrix in zip(_whole_by_rank(matrices, among), matrices, strict=True):
+            own = result if matrix.outer is None else matrix.outer.own(result)
+            _apply(matrix.held.part, own, matrix.held.parameter.shape, matrix.held.group)
 
 
 def update_whole(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], group: dict[str, Any]) -> None:
@@ -145,26 +180,26 @@ def _with_momentum(grad: Tensor, buffer: Tensor, group: dict[str, Any]) -> Tenso
 
 
 def _whole_by_rank(matrices: list[_Matrix], among: ProcessGroup) -> list[Tensor]:
-    """This rank's rows of each orthogonalized matrix."""
+    """This rank's part of each orthogonalized matrix."""
     ranks, rank = among.size(), dist.get_rank(among)
     by_owner = [[one for one in matrices if one.owner == owner] for owner in range(ranks)]
-    sizes = [[sum(one.rows[holder] * one.columns for one in own) for own in by_owner] for holder in range(ranks)]
+    sizes = [[sum(one.numel(holder) for one in own) for own in by_owner] for holder in range(ranks)]
     sent = _flat([one.update for own in by_owner for one in own], matrices[0].update)
     got = sent.new_empty(sum(sizes[holder][rank] for holder in range(ranks)))
     dist.all_to_all_single(got, sent, [sizes[holder][rank] for holder in range(ranks)], sizes[rank], group=among)
     by_holder = list(torch.split(got, [sizes[holder][rank] for holder in range(ranks)]))
     pieces = [
         [
-            piece.view(-1, one.columns)
+            piece.view(one.shape(holder))
             for piece, one in zip(torch.split(flat, _numels(by_owner[rank], holder)), by_owner[rank], strict=True)
         ]
         for holder, flat in enumerate(by_holder)
     ]
     whole = [
-        _orthogonal(torch.cat([of_holder[number] for of_holder in pieces]), one.group)
+        _orthogonal(torch.cat([of_holder[number] for of_holder in pieces], one.dim), one.held.group)
         for number, one in enumerate(by_owner[rank])
     ]
-    back = [torch.split(matrix, one.rows) for matrix, one in zip(whole, by_owner[rank], strict=True)]
+    back = [torch.split(matrix, one.sizes, one.dim) for matrix, one in zip(whole, by_owner[rank], strict=True)]
     returned = _flat([parts[holder] for holder in range(ranks) for parts in back], sent, _iterates_in(matrices[0]))
     results = returned.new_empty(sum(sizes[rank]))
     dist.all_to_all_single(
@@ -173,12 +208,12 @@ def _whole_by_rank(matrices: list[_Matrix], among: ProcessGroup) -> list[Tensor]
     found: dict[int, Tensor] = {}
     for own, flat in zip(by_owner, torch.split(results, sizes[rank]), strict=True):
         for one, piece in zip(own, torch.split(flat, _numels(own, rank)), strict=True):
-            found[id(one.parameter)] = piece.view(-1, one.columns)
-    return [found[id(one.parameter)] for one in matrices]
+            found[id(one.update)] = piece.view(one.shape(rank))
+    return [found[id(one.update)] for one in matrices]
 
 
 def _numels(matrices: list[_Matrix], holder: int) -> list[int]:
-    return [one.rows[holder] * one.columns for one in matrices]
+    return [one.numel(holder) for one in matrices]
 
 
 def _flat(tensors: list[Tensor], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -187,7 +222,7 @@ def _flat(tensors: list[Tensor], like: Tensor, dtype: torch.dtype | None = None)
 
 
 def _iterates_in(matrix: _Matrix) -> torch.dtype:
-    is_precise = PRECISION in matrix.group
+    is_precise = PRECISION in matrix.held.group
     return torch.promote_types(matrix.update.dtype, torch.float32) if is_precise else torch.bfloat16
 
 
@@ -220,23 +255,30 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if dtensor is None else dtensor.to_local()
 
 
-def _rows(rows: int, ranks: int) -> list[int]:
-    """The rows of each rank, as torch divides them."""
-    most = -(-rows // ranks)
-    return [max(0, min(most, rows - most * rank)) for rank in range(ranks)]
+def _sizes(length: int, ranks: int) -> list[int]:
+    """The rows or columns of each rank, as torch divides them."""
+    most = -(-length // ranks)
+    return [max(0, min(most, length - most * rank)) for rank in range(ranks)]
 
 
-def _group_of(parameter: Tensor) -> ProcessGroup | None:
-    """The ranks between which a matrix is divided by its rows; None for one that each has whole."""
+def _divided_along(parameter: Tensor) -> list[int]:
+    """The dimensions of its mesh along which a matrix is divided; none for one that each rank has whole."""
     dtensor = as_dtensor(parameter)
-    if dtensor is None:
-        return None
-    divided = [dim for dim, one in enumerate(dtensor.placements) if not one.is_replicate()]
-    if not divided:
-        return None
-    if len(divided) > 1 or not dtensor.placements[divided[0]].is_shard(0):
+    divided = list(split_of(parameter).dims)
+    if dtensor is not None and len(divided) > 2:
         raise ShardingError(
-            f"Muon requires matrices that are divided by their rows along one dimension of a mesh, got "
+            f"Muon requires matrices that are divided along two dimensions of a mesh at most, got "
             f"{dtensor.placements} on {dtensor.device_mesh}; use AdamW for them."
         )
-    return dtensor.device_mesh.get_group(divided[0])
+    return divided
+
+
+def _outer(parameter: Any, divided: list[int]) -> _Outer | None:
+    if len(divided) < 2:
+        return None
+    (mesh, placements), (first, last) = (parameter.device_mesh, parameter.placements), divided
+    dim, inner = placements[first].dim, mesh.get_group(last)
+    length = parameter.shape[dim]
+    if placements[last].dim == dim:  # torch divides what the ranks along the last dimension have
+        length = _sizes(length, inner.size())[inner.rank()]
+    return _Outer(dim, length, mesh.get_group(first))

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.functional import cross_entropy
 
 from onstep.distributed import fully_sharded
@@ -103,9 +104,22 @@ def job_muon(settings: dict[str, Any]) -> list[bool]:
     """Whether matrices in shards have the bits of whole ones after three steps of Muon, one of them with a new rate."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", tuple(settings["mesh"]))
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    ways = [[Shard(0)], [Shard(1)]]
+    if mesh.ndim > 1:
+        ways = [
+            [Replicate(), *ways[0]],
+            [Shard(0), Shard(1)],
+            [Shard(1), Shard(0)],
+            [_StridedShard(0, split_factor=2), Shard(0)],
+        ]
+    return [is_equal for placements in ways for is_equal in _muon(settings, mesh, placements)]
+
+
+def _muon(settings: dict[str, Any], mesh: DeviceMesh, placements: list[Any]) -> list[bool]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(7, 5), (2, 6), (8, 8), (1, 4), (12, 3)][: settings["matrices"]]
+    if len(set(map(type, placements))) > 1 and Replicate() not in placements:
+        shapes = [(8, 5), (4, 6), (12, 3)]  # torch requires multiples there
     whole = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     divided = [torch.nn.Parameter(distribute_tensor(one.detach().clone(), mesh, placements)) for one in whole]
     options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}

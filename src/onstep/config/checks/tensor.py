@@ -57,11 +57,9 @@ def _undivided(config: ConfigContainer, sizes: ParallelSizes) -> Iterator[tuple[
     if config.train.torch_compile:
         why = "activations are exchanged inside of each block"
         yield "train.torch_compile=true", why, f"set it to false, {to_one}"
-    if optimizer.optimizer == "muon":
-        yield "optimizer.optimizer=muon", "it updates whole matrices", f"use adam or sgd, {to_one}"
     if optimizer.optimizer in OF_PACKAGES:
         why = "its quantized state is of whole parameters"
-        yield f"optimizer.optimizer={optimizer.optimizer}", why, "use adam or sgd"
+        yield f"optimizer.optimizer={optimizer.optimizer}", why, "use adam, sgd or muon"
     if config.peft.base_quantization is not None:
         why = "quantized weights are whole on each rank"
         yield f"peft.base_quantization={config.peft.base_quantization}", why, f"set it to null, {to_one}"

@@ -8,8 +8,10 @@ import json
 
 import pytest
 
+from onstep.distributed import World
 from onstep.events import Control, RunInfo, RunState, TrainerState
 from onstep.train_state import TrainState
+from onstep.training.run import Run
 
 
 def view(progress=None, **info):
@@ -183,3 +185,9 @@ def test_every_field_of_transformers_trainer_state_has_an_answer():
     missing = [name for name in trainer_callback.TrainerState.__dataclass_fields__ if not hasattr(state, name)]
 
     assert missing == []
+
+
+def test_a_run_that_nobody_has_set_up_knows_its_rank():
+    state = Run(world=World(1, 2, 1))
+    assert not RunState(state.train_state, state.control, state.info).is_world_process_zero
+    assert (state.info.rank, state.info.local_rank, state.info.num_processes) == (1, 1, 2)

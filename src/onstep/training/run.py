@@ -98,7 +98,9 @@ class Run:
     """Whether the model in training or evaluation casts the weights that it gathers, in place of autocast."""
 
     def __post_init__(self) -> None:
-        self.control.rank = self.world.rank
+        world = self.world
+        self.control.rank = world.rank
+        self.info.num_processes, self.info.rank, self.info.local_rank = world.data.size, world.rank, world.local_rank
 
     @property
     def is_resumed(self) -> bool:

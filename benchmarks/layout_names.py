@@ -24,7 +24,12 @@ class Layout:
     @property
     def data_ranks(self) -> int:
         """The ranks with samples of their own."""
-        return self.ranks // self.tensor_ranks
+        return self.ranks // self.tensor_ranks // self.stage_ranks
+
+    @property
+    def stage_ranks(self) -> int:
+        """The ranks of a pipeline, which have the same samples."""
+        return int(dict(key.split("=") for key in self.keys).get("parallel.pipeline_model_parallel_size", 1))
 
     @property
     def divides_sequences(self) -> bool:
@@ -106,8 +111,27 @@ LAYOUTS = {
     "ddp2 bf16": Layout(2, (IN_BF16,)),
     "fsdp2 bf16": _sharded(2, IN_BF16),
 }
-PIPELINES = {"pp2": Layout(2, ("parallel.pipeline_model_parallel_size=2",))}
-"""Layouts that `sharded_step.py` measures too; `tests/distributed/test_pipelines.py` compares what they compute."""
+
+
+def stages(ranks: int, schedule: str, *keys: str, replicas: int = 1) -> Layout:
+    """So many ranks of a pipeline."""
+    own = (f"parallel.pipeline_model_parallel_size={ranks}", f"parallel.pipeline_schedule={schedule}")
+    return Layout(ranks * replicas, (*own, *keys))
+
+
+TWICE = "parallel.virtual_pipeline_model_parallel_size=2"
+PIPELINES = {
+    "pp2": stages(2, "1F1B"),
+    "pp2 GPipe": stages(2, "GPipe"),
+    "pp2 interleaved": stages(2, "Interleaved1F1B", TWICE),
+    "pp2 LoopedBFS": stages(2, "LoopedBFS", TWICE),
+    "pp2 zero bubble": stages(2, "InterleavedZeroBubble", TWICE),
+    "pp2 ZBV": stages(2, "ZBVZeroBubble"),
+    "pp2 DualPipeV": stages(2, "DualPipeV"),
+    "pp4": stages(4, "1F1B"),
+    "dp2 x pp2": stages(2, "1F1B", replicas=2),
+}
+"""Layouts whose ranks have stages of a pipeline, each of one layer or more of four."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.functional import cross_entropy
 
 from onstep.config import ConfigContainer
+from onstep.config.pipelines import schedule_of
 from onstep.data import TrainLoader
 from onstep.distributed import World
 from onstep.distributed.pipeline.seats import seats_of_rank
@@ -33,16 +35,24 @@ class _Stage(nn.Module):
 
 
 class PipelineByHand:
-    """1F1B with AdamW and clipping, without Onstep but for the model."""
+    """The configured schedule with AdamW and clipping, without Onstep but for the model."""
 
     def __init__(
         self, config: ConfigContainer, world: World, loader: TrainLoader, micro_batches: int, lr: float
     ) -> None:
         whole = build_transformer(config.model, seed=0)
-        [chunk] = cut(whole, seats_of_rank(config.parallel, config.model.num_layers, world.sizes, world.rank))
-        self.seat, self.parameters = chunk.pipeline_seat, list(chunk.parameters())
-        stage = PipelineStage(_Stage(chunk), self.seat.stage, self.seat.num_stages, world.device)
-        self.plan = Schedule1F1B(stage, micro_batches, loss_fn=self._loss, scale_grads=False)
+        chunks = cut(whole, seats_of_rank(config.parallel, config.model.num_layers, world.sizes, world.rank))
+        seats = [chunk.pipeline_seat for chunk in chunks]
+        self.is_first, self.is_last = (any(getattr(seat, end) for seat in seats) for end in ("is_first", "is_last"))
+        self.parameters = [one for chunk in chunks for one in chunk.parameters()]
+        stages = [
+            PipelineStage(_Stage(chunk), seat.stage, seat.num_stages, world.device)
+            for chunk, seat in zip(chunks, seats, strict=True)
+        ]
+        schedule = schedule_of(config.parallel)
+        kind: Any = get_schedule_class(schedule.name)
+        given = stages[0] if schedule.chunks == "one" else stages
+        self.plan = kind(given, micro_batches, loss_fn=self._loss, scale_grads=False)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, fused=True)
         self.loader, self.micro_batches, self.size = loader, micro_batches, world.size
         self.losses: list[Tensor] = []
@@ -58,8 +68,8 @@ class PipelineByHand:
         assert read is not None
         tokens, labels = (torch.cat([one[name] for one in read.micro_batches]) for name in ("tokens", "labels"))
         found: list[Tensor] = []
-        given: dict[str, Any] = {"target": labels, "losses": found} if self.seat.is_last else {}
-        self.plan.step(*([tokens] if self.seat.is_first else []), return_outputs=False, **given)
+        given: dict[str, Any] = {"target": labels, "losses": found} if self.is_last else {}
+        self.plan.step(*([tokens] if self.is_first else []), return_outputs=False, **given)
         norms = torch._foreach_norm([one.grad for one in self.parameters if one.grad is not None])
         squares = torch.stack(norms).square().sum()
         dist.all_reduce(squares)

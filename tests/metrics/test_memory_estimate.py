@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from onstep.config import ConfigContainer, ModelConfig
+from onstep.config.parallel_sizes import ParallelSizes
+from onstep.distributed.pipeline.seats import seats_of_rank
 from onstep.distributed.tensor_parallel import TensorRanks
 from onstep.metrics import estimate_training_memory, format_training_memory_estimate
 from onstep.metrics.memory import activations
+from onstep.metrics.memory.estimate import estimates_of_stages
+from onstep.metrics.memory.storage import Storage
+from onstep.metrics.model_shape import ModelShape
 from onstep.models import Transformer, build_transformer, transformer, vocabulary_loss
 from onstep.models.offloading import OffloadedActivations
+from onstep.models.stages import TransformerStage, cut
 from onstep.models.tensor_plan import plan_of
 from onstep.optim import build_optimizer
 from onstep.recipes import get_recipe
@@ -295,7 +302,7 @@ def test_weights_of_a_tensor_parallel_rank_are_those_that_the_plan_gives_it(tied
     found = estimate_training_memory(config)
     with torch.device("meta"):
         model = Transformer(config.model)
-    plan = plan_of(model, TensorRanks(mesh=None, divides_sequences=False))  # type: ignore[arg-type]
+    plan = plan_of(model, TensorRanks(mesh=SimpleNamespace(size=lambda: 2), divides_sequences=False))  # type: ignore[arg-type]
     numels = []
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
@@ -312,3 +319,50 @@ def test_weights_of_a_tensor_parallel_rank_are_those_that_the_plan_gives_it(tied
     divided = estimate_training_memory(config)
     assert divided is not None
     assert divided.activations < found.activations < whole.activations
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("name", "held"), [("1F1B", (2, 1)), ("GPipe", (4, 4)), ("ZBVZeroBubble", (4, 4))])
+def test_each_rank_of_a_pipeline_holds_its_stages_and_the_micro_batches_in_flight(
+    name: str, held: tuple[int, int], tied: bool
+) -> None:
+    """Of stages of two layers; in a V, of one layer each: the two of a rank hold each micro-batch."""
+    config = config_of(num_layers=4, share_embeddings_and_output_weights=tied)
+    config.train.global_batch_size = 8
+    parallel = config.parallel
+    parallel.pipeline_model_parallel_size, parallel.pipeline_schedule = 2, name
+    shape = ModelShape.of(config.model)
+    assert shape is not None
+    estimates = estimates_of_stages(config, shape, Storage.of(config, "cpu"), 1)
+    sizes = ParallelSizes(pp=2)
+    for rank, (estimate, times) in enumerate(zip(estimates, held, strict=True)):
+        stages = cut(build_transformer(config.model, seed=0), seats_of_rank(parallel, 4, sizes, rank))
+        own = {id(one): one for stage in stages for one in stage.parameters()}.values()
+        assert estimate.weights == estimate.gradients == sum(one.nbytes for one in own)
+        assert estimate.optimizer == 2 * estimate.weights
+        of_passes = [kept_by(stage) for stage in stages]
+        expected = times / len(stages) * sum(one["activations"] for one in of_passes)
+        assert estimate.activations == pytest.approx(expected, abs=16 * times)  # the losses
+        logits = sum(one["logits and loss"] for one in of_passes)
+        assert estimate.logits == (3 + (3 if name == "GPipe" else 0)) * logits
+    largest = estimate_training_memory(config, device="cpu")
+    assert largest is not None
+    assert largest.total == max(one.total for one in estimates)
+
+
+def kept_by(stage: TransformerStage) -> Counter[str]:
+    """Bytes that a pass through a stage keeps: what it has received, and what it hands on."""
+    meter = LiveMemory(SIZES["vocab_size"])
+    meter.assign("weights, trained", [*stage.parameters(), *stage.buffers()])
+    tokens = torch.zeros(2, SIZES["seq_length"], dtype=torch.int64)
+    meter.assign("data", [tokens])
+    received = torch.zeros(2, SIZES["seq_length"], SIZES["hidden_size"], requires_grad=True)
+    if not stage.pipeline_seat.is_first:
+        meter.assign("activations", [received])
+        stage.set_input_tensor(received)
+    with meter:
+        meter.is_forward = True
+        result = stage(tokens, tokens, reduction="sum")
+        found = Counter(meter.live)
+    assert result.requires_grad
+    return found

@@ -64,7 +64,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Watch and steer running jobs: onstep control list|status|watch|save|stop|pause|set|... [JOB]",
     ),
     "dashboard": ("dashboard:dashboard", "Show running and finished runs in a browser: onstep dashboard [RUNS]"),
-    "plot": ("plot:app", "Plot per-parameter norms: onstep plot heatmap [FILE]"),
+    "plot": ("plot:app", "Plot per-parameter norms, or a pipeline: onstep plot heatmap [FILE] | pipeline TRACE ..."),
     "diloco": (
         "diloco.group:app",
         "Train at several sites over thin networks: onstep diloco server|worker|status|control|simulate",

@@ -1,4 +1,4 @@
-"""`onstep logs plot|report` and `onstep plot heatmap`: draws figures of runs and writes HTML reports."""
+"""`onstep logs plot|report` and `onstep plot heatmap|pipeline`: draws figures of runs and writes HTML reports."""
 
 from __future__ import annotations
 
@@ -179,7 +179,10 @@ class _Heatmaps(TyperGroup):
 app = application(
     cls=_Heatmaps,
     no_args_is_help=True,
-    help="Plot what is logged for each parameter. For curves of a run's metrics, use: onstep logs plot",
+    help=(
+        "Plot what is logged for each parameter, or the passes of a pipeline. For curves of a run's metrics, use: "
+        "onstep logs plot"
+    ),
 )
 
 FILE_NAMES = {
@@ -187,11 +190,6 @@ FILE_NAMES = {
     "gradient_norms.json": ("GradNormLogger", ("grad_norm",)),
 }
 """The files that can be plotted: the callback that writes each, and the metrics that it may contain."""
-
-
-@app.callback()
-def _group() -> None:
-    """Keep `heatmap` a subcommand although it is the only command."""
 
 
 @app.command()
@@ -232,6 +230,41 @@ def heatmap(
     target = output_path(output, form, name)
     plot_parameter_heatmap(
         path, metric, pattern, step_stride, log_scale, vmin, vmax, title=title, output_path=target, figsize=figsize
+    )
+    hand_over(target, edit=edit, show=show)
+
+
+@app.command()
+def pipeline(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A trace of each rank of one pipeline (.json, .json.gz), or a directory with nothing else."
+        ),
+    ],
+    output: Picture = None,
+    form: PictureFormat = None,
+    edit: EditPicture = False,
+    title: FigureTitle = None,
+    show: ShowPicture = False,
+) -> None:
+    """Plot when the ranks of a pipeline compute which pass, and print how long they are idle.
+
+    Traces are recorded by ProfilerCallback or by: onstep control profile JOB --steps 3
+    """
+    from onstep.analysis.pipeline_traces import read_steps
+    from onstep.analysis.plots.pipeline import plot_pipeline, typical
+    from onstep.cli.logs.lookup import hand_over, output_path
+
+    steps = read_steps(traces)
+    step = typical(steps)
+    target = output_path(output, form, "pipeline")
+    plot_pipeline(step, title=title, output_path=target)
+    busy = ", ".join(f"{one:.3f}" for one in step.busy)
+    print(
+        f"{len(steps)} steps of {len(step.ranks)} ranks. In a typical one, of {step.seconds:.3f} s, passes last "
+        f"{busy} s: the ranks are idle for {step.idle:.1%} of that time. In this order, with passes of equal length "
+        f"and no time for sending, they would be for {step.in_order().idle:.1%}."
     )
     hand_over(target, edit=edit, show=show)
 

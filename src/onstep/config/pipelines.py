@@ -37,6 +37,33 @@ class Schedule:
         return micro_batches >= self.least(ranks) and not (self.in_rounds and micro_batches % rounds)
 
     @property
+    def is_forward_first(self) -> bool:
+        """Whether all forward passes of a step run before its first backward pass."""
+        return self.name in ("GPipe", "LoopedBFS")
+
+    def most_held(self, ranks: int, rank: int, micro_batches: int, stages: int) -> int:
+        """How many passes through stages of a rank have activations at once, at most: with several stages on a rank, a
+        micro-batch counts in each of them.
+
+        Exact for torch's orders; of `ZBVZeroBubble` an upper bound below `2 * ranks` micro-batches.
+
+        Args:
+            ranks: those of the pipeline.
+            rank: which of them.
+            micro_batches: those of a step.
+            stages: on this rank.
+        """
+        a_round = micro_batches // max(1, micro_batches // ranks)
+        most = {
+            "1F1B": ranks - rank,
+            "Interleaved1F1B": (stages - 1) * a_round + 2 * (ranks - 1 - rank) + 1,
+            "InterleavedZeroBubble": (stages - 1) * a_round + ranks,
+            "ZBVZeroBubble": 2 * ranks,
+            "DualPipeV": 2 * ranks + 1,
+        }
+        return min(micro_batches * stages, most.get(self.name, micro_batches * stages))
+
+    @property
     def for_any_number(self) -> Schedule:
         """The schedule of the same stages that runs any number of micro-batches."""
         return SCHEDULES[{"one": "GPipe", "several": "LoopedBFS", "two": "ZBVZeroBubble"}[self.chunks]]
@@ -138,3 +165,15 @@ def _even(parallel: ParallelConfig, num_layers: int, stages: int) -> list[int]:
 
 
 _ENDS = ("the embedding", "the loss")
+
+Part = Literal["forward", "backward", "input gradient", "weight gradient"]
+"""What a pass computes: `backward` is both gradients at once, as most schedules have it."""
+
+
+PASS_NAME = r"(forward|backward|input gradient|weight gradient) of micro-batch (\d+), stage (\d+)$"
+"""Recognizes `name_of_pass`."""
+
+
+def name_of_pass(part: Part, stage: int, micro_batch: int) -> str:
+    """What a recorded trace calls a pass, such as `forward of micro-batch 2, stage 1`; both are counted from 0."""
+    return f"{part} of micro-batch {micro_batch}, stage {stage}"

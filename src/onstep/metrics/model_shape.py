@@ -63,6 +63,10 @@ class ModelShape:
     """Depth of multi-token prediction [M]."""
     sequence_parts: int = 1
     """Number of ranks that divide the activations between matrices by positions."""
+    has_embedding: bool = True
+    """Whether tokens are embedded; not by stages of a pipeline after the first."""
+    has_head: bool = True
+    """Whether there are the last norm and the output; not on stages of a pipeline before the last."""
 
     @property
     def query_width(self) -> int:
@@ -124,6 +128,22 @@ class ModelShape:
             shared_expert_size=self.shared_expert_size // ranks,
             vocab_size=-(-self.vocab_size // ranks),
             sequence_parts=ranks if divides_sequences else 1,
+        )
+
+    def of_stages(self, layers: Sequence[int], *, has_embedding: bool, has_head: bool) -> ModelShape:
+        """The shape of what a rank of a pipeline has.
+
+        Args:
+            layers: the numbers of its layers.
+            has_embedding: whether the first stage is among its own.
+            has_head: whether the last one is.
+        """
+        return replace(
+            self,
+            num_layers=len(layers),
+            moe_layers=tuple(self.moe_layers[index] for index in layers) if self.moe_layers else (),
+            has_embedding=has_embedding,
+            has_head=has_head,
         )
 
     @classmethod
@@ -214,9 +234,11 @@ def num_parameters(shape: ModelShape) -> int:
     layers += shape.num_dense_layers * _feed_forward(shape, shape.ffn_hidden_size)
     layers += shape.num_moe_layers * _experts(shape)
     # embedding, positions, final norm and output; the joining matrices of multi-token prediction
-    vocabulary = shape.hidden_size * shape.vocab_size * (1 if shape.ties_embeddings else 2)
+    ends = shape.has_embedding + shape.has_head
+    vocabulary = shape.hidden_size * shape.vocab_size * (min(1, ends) if shape.ties_embeddings else ends)
+    positions = shape.hidden_size * shape.num_positions * shape.has_embedding
     joining = shape.joining_matrices + shape.mtp_depth * 3 * _norm(shape)
-    return layers + vocabulary + shape.hidden_size * shape.num_positions + _norm(shape) + joining
+    return layers + vocabulary + positions + _norm(shape) * shape.has_head + joining
 
 
 def num_active_parameters(shape: ModelShape) -> int:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import extract_tensor_meta
 from torch.distributed.pipelining.stage import _RecvInfo
+from torch.profiler import record_function
 
+from onstep.config.pipelines import Part, name_of_pass
 from onstep.distributed.pipeline.seats import Seat
 from onstep.distributed.pipeline.stage_shards import StageShards
 
@@ -52,7 +56,9 @@ class Stage(PipelineStage):
     """A stage on this rank.
 
     torch finds out shapes in the first step and keeps them. All ranks of a pipeline read the same micro-batches, so
-    each knows what it will receive: nothing is found out, and every micro-batch has its own shape.
+    each knows what it will receive: nothing is found out, and every micro-batch has its own shape. There is room for
+    what is received from when it is expected until the pass that reads it, not for all micro-batches at all times.
+    While a profiler records, it has each pass by the name of `name_of_pass`.
 
     Args:
         chunk: the model chunk.
@@ -110,10 +116,42 @@ class Stage(PipelineStage):
             meta.outputs, meta.output_grads, meta.input_grads = (sent,), (gradient,), (gradient,)
             received = []
             if not self.is_first:
-                buffer = torch.empty(shape, dtype=dtype, device=self.device)
-                received.append(_RecvInfo(f"hidden_{self.stage_index}", self.stage_index - 1, buffer, sent))
+                received.append(_RecvInfo(f"hidden_{self.stage_index}", self.stage_index - 1, None, sent))
             self.args_recv_info[index] = tuple(received)
-            self.grad_recv_info[index] = self._create_grad_recv_info(self.act_send_info)
+            following = (
+                [] if self.is_last else [_RecvInfo(f"grad_{self.stage_index}", self.stage_index + 1, None, gradient)]
+            )
+            self.grad_recv_info[index] = tuple(following)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What receives the hidden states of a micro-batch, for which it makes room.
+
+        Args:
+            fwd_chunk_id: its number.
+        """
+        self._make_room(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """What receives the gradient of a micro-batch's hidden states, for which it makes room.
+
+        Args:
+            bwd_chunk_id: its number.
+        """
+        if self.has_backward:
+            self._make_room(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradient of a micro-batch's hidden states from the next stage, which is on this rank too.
+
+        Args:
+            next_stage_bwd_outputs: the gradient; None counts as zero.
+            mb_index: the number of the micro-batch.
+        """
+        if any(one is None for one in next_stage_bwd_outputs):
+            self._make_room(self.grad_recv_info[mb_index])
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         """Run the forward pass of a micro-batch.
@@ -124,7 +162,10 @@ class Stage(PipelineStage):
             options: see torch.
         """
         self.call.index = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        with self._recorded("forward", fwd_chunk_id):
+            result = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        _give_up(self.args_recv_info[fwd_chunk_id])
+        return result
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -139,7 +180,9 @@ class Stage(PipelineStage):
         """
         if not self.has_backward:
             return
-        self._backward(partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward))
+        with self._recorded("backward" if full_backward else "input gradient", bwd_chunk_id):
+            self._backward(partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward))
+        _give_up(self.grad_recv_info[bwd_chunk_id])
         if full_backward:
             self._end(bwd_chunk_id)
 
@@ -152,7 +195,8 @@ class Stage(PipelineStage):
         """
         if not self.has_backward:
             return
-        self._backward(partial(super().backward_weight_one_chunk, bwd_chunk_id, last_backward))
+        with self._recorded("weight gradient", bwd_chunk_id):
+            self._backward(partial(super().backward_weight_one_chunk, bwd_chunk_id, last_backward))
         self._end(bwd_chunk_id)
 
     def _end(self, index: int) -> None:
@@ -161,3 +205,20 @@ class Stage(PipelineStage):
         if not self._num_left:
             self.call.shards.reduce()
         self._after_backward(index)
+
+    def _make_room(self, expected: Sequence[_RecvInfo]) -> None:
+        for one in expected:
+            meta = one.tensor_meta
+            one.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+
+    def _recorded(self, part: Part, index: int) -> AbstractContextManager[Any]:
+        """Where a profiler records, what marks a pass in its trace."""
+        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            return nullcontext()
+        return record_function(name_of_pass(part, self.stage_index, index))
+
+
+def _give_up(received: Sequence[_RecvInfo]) -> None:
+    """Hold what was received no longer than what computes with it."""
+    for one in received:
+        one.buffer = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +37,23 @@ class MicroBatch:
     """Gradients of activations in the backward pass of one layer."""
     on_host: int = 0
     """What `model.offload_activations` keeps in the memory of the host in place of the device."""
+    kept_logits: int = 0
+    """What the loss keeps for its backward pass."""
+
+    def in_pipeline(self, held: float, losses: int, outputs: int) -> MicroBatch:
+        """The needs of a rank that has the activations of several micro-batches at once.
+
+        Args:
+            held: their number.
+            losses: that of the losses that wait for their backward passes; 0 where the model ends in none.
+            outputs: bytes of the hidden states that stages between those of this rank hand on.
+        """
+        return replace(
+            self,
+            activations=int((self.activations + outputs) * held),
+            on_host=int(self.on_host * held),
+            logits=self.logits + max(0, losses - 1) * self.kept_logits,
+        )
 
 
 def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Storage) -> MicroBatch:
@@ -68,11 +85,11 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
         again = shape.query_width if recomputes else 0
         inputs = 2 * shape.hidden_size + shape.ffn_hidden_size + again
         kept += storage.product * (len(sizes) * inputs - shape.hidden_size)
-    ends, logits = _ends(shape, cfg, counts, storage, tokens)
+    ends, logits, kept_logits = _ends(shape, cfg, counts, storage, tokens)
     copies, angles = _copies(counts, storage, recomputes), _angles(shape, cfg, storage)
     on_host = tokens * kept if cfg.model.offload_activations else 0
     return MicroBatch(
-        activations=tokens * (kept + layers[0].norm(shape.hidden_size) // shape.sequence_parts)
+        activations=tokens * (kept + _handed_on(shape, storage, layers[0]))
         + ends
         + (angles if storage.quantization else 0)
         - on_host,
@@ -82,7 +99,15 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
         copies_of_layer=copies // len(sizes),
         temporary=tokens * layers[0].temporary() + _dequantized(counts, storage),
         on_host=on_host,
+        kept_logits=kept_logits,
     )
+
+
+def _handed_on(shape: ModelShape, storage: Storage, layer: _Layer) -> int:
+    """Bytes per token of what the last layer hands on: to the last norm, or to the next stage of a pipeline."""
+    if shape.has_head:
+        return layer.norm(shape.hidden_size) // shape.sequence_parts
+    return storage.residual * shape.hidden_size // shape.sequence_parts
 
 
 def _angles(shape: ModelShape, cfg: Any, storage: Storage) -> int:
@@ -97,15 +122,17 @@ def _dequantized(counts: WeightCounts, storage: Storage) -> int:
     return storage.product * max(sizes, default=0)
 
 
-def _ends(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Storage, tokens: int) -> tuple[int, int]:
-    """Bytes that are kept of the output's input, and the most that the loss needs."""
+def _ends(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Storage, tokens: int) -> tuple[int, int, int]:
+    """Bytes that are kept of the output's input, the most that the loss needs, and what it keeps."""
     is_trained, (vocabulary, hidden) = not counts.added, counts.head
+    if not shape.has_head:
+        return 0, 0, 0
     chunk = _chunk(cfg.model, vocabulary, tokens, _CHUNK if is_trained else _FROZEN_CHUNK)
     if chunk is None:  # logits, their log-softmax and its gradient
         kept = storage.product * hidden if is_trained else 0
-        return tokens * kept + 2 * FLOAT32, 3 * FLOAT32 * vocabulary * tokens
+        return tokens * kept + 2 * FLOAT32, 3 * FLOAT32 * vocabulary * tokens, FLOAT32 * vocabulary * tokens
     gradients = storage.product * hidden * tokens + (FLOAT32 * vocabulary * hidden if is_trained else 0)
-    return 0, gradients + (FLOAT32 + storage.product) * vocabulary * chunk
+    return 0, gradients + (FLOAT32 + storage.product) * vocabulary * chunk, gradients
 
 
 def _copies(counts: WeightCounts, storage: Storage, recomputes: bool) -> int:
@@ -113,8 +140,7 @@ def _copies(counts: WeightCounts, storage: Storage, recomputes: bool) -> int:
 
     Autocast caches those of trained weights; those of frozen weights exist if the backward pass needs them.
     """
-    rows, columns = counts.head
-    head = storage.product * rows * columns
+    head = storage.product * counts.in_head
     if not counts.added:
         return storage.product * counts.cast + head if storage.casts(storage.trained) else 0
     copies = storage.product * counts.added if storage.casts(storage.trained) else 0

@@ -35,8 +35,11 @@ class WeightCounts:
     cast: int
     """Number of weights that autocast casts, if all are float32: linear layers with biases, experts, and LoRA's."""
     head: Matrix
-    """The output matrix, which may be the embedding."""
+    """The output matrix, which may be the embedding; without rows where there is none."""
     ties_head: bool
+    """Whether embedding and output are here, and are one matrix."""
+    embedding: Matrix
+    """The matrix that embeds tokens; without rows where there is none."""
 
     @property
     def trained(self) -> int:
@@ -52,6 +55,21 @@ class WeightCounts:
     def total(self) -> int:
         """Number of all weights."""
         return self.base + self.added
+
+    @property
+    def in_head(self) -> int:
+        """Number of weights of the output matrix."""
+        return self.head[0] * self.head[1]
+
+    @property
+    def in_embedding(self) -> int:
+        """Number of weights of the embedding."""
+        return self.embedding[0] * self.embedding[1]
+
+    @property
+    def in_ends(self) -> int:
+        """Number of weights of both."""
+        return self.in_embedding + (0 if self.ties_head else self.in_head)
 
     @property
     def in_matrices(self) -> int:
@@ -72,8 +90,9 @@ class WeightCounts:
             matrices=matrices,
             muon=num_layer_matrix_parameters(shape),
             cast=plain + _biases(shape) + experts + shape.joining_matrices + added,
-            head=(shape.vocab_size, shape.hidden_size),
-            ties_head=shape.ties_embeddings,
+            head=(shape.vocab_size if shape.has_head else 0, shape.hidden_size),
+            ties_head=shape.ties_embeddings and shape.has_embedding and shape.has_head,
+            embedding=(shape.vocab_size if shape.has_embedding else 0, shape.hidden_size),
         )
 
     def quantized_bytes(self, kind: str) -> int:

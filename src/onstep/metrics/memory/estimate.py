@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from onstep.config.pipelines import layers_of_stages, schedule_of, stages_of_rank, stages_per_rank
 from onstep.metrics.memory.activations import MicroBatch, micro_batch
 from onstep.metrics.memory.counts import WeightCounts
 from onstep.metrics.memory.storage import Storage, optimizer_bytes, update_bytes
@@ -85,8 +86,8 @@ def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int 
 
     Weights, gradients and optimizer state are exact, in the precision that the configuration gives each of them, and
     divided by `parallel.data_parallel_shard_size`; beside its shards, a rank holds the layers that it has gathered. Of
-    tensor-parallel ranks, it is the first one's. With `ddp.use_distributed_optimizer`, masters and state are divided,
-    and gradients are whole, beside their sums.
+    tensor-parallel ranks, it is the first one's; of those of a pipeline, of the one that requires most. With
+    `ddp.use_distributed_optimizer`, masters and state are divided, and gradients are whole, beside their sums.
     Activations assume attention that stores no scores. Buffers of data parallelism, memory fragmentation and the
     kernels' workspace come on top.
 
@@ -100,16 +101,54 @@ def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int 
         return None
     storage, whole = Storage.of(cfg, device), WeightCounts.of(shape, getattr(cfg, "peft", None))
     tensor_ranks = cfg.parallel.tensor_model_parallel_size
-    if tensor_ranks == 1:
-        return estimate_of(cfg, whole, storage, micro_batch(shape, cfg, whole, storage), ranks)
-    shape = shape.of_rank(tensor_ranks, divides_sequences=cfg.parallel.sequence_parallel)
+    if tensor_ranks > 1:
+        shape = shape.of_rank(tensor_ranks, divides_sequences=cfg.parallel.sequence_parallel)
+    if cfg.parallel.pipeline_model_parallel_size > 1:
+        found = max(estimates_of_stages(cfg, shape, storage, ranks), key=lambda one: one.total)
+    else:
+        counts, needs = _needs_of(cfg, shape, storage)
+        found = estimate_of(cfg, counts, storage, needs, ranks)
+    return replace(found, num_parameters=whole.total, num_trainable=whole.trained)
+
+
+def estimates_of_stages(cfg: Any, shape: ModelShape, storage: Storage, ranks: int) -> list[MemoryEstimate]:
+    """The estimate of each rank of a pipeline.
+
+    Those of their activations are for stages of equal sizes, and of schedules with gradients of inputs and of weights
+    apart from each other, they include what is freed between the two.
+
+    Args:
+        cfg: the configuration of the run.
+        shape: of all layers.
+        storage: the bytes of each weight.
+        ranks: number of data-parallel ranks that share a global batch.
+    """
+    layers, schedule = layers_of_stages(cfg.parallel, shape.num_layers), schedule_of(cfg.parallel)
+    size, stages = cfg.parallel.pipeline_model_parallel_size, stages_per_rank(cfg.parallel)
+    micro, batch = cfg.train.micro_batch_size or 1, cfg.train.global_batch_size
+    count = batch // (micro * ranks) if batch else schedule.least(size)
+    output = storage.residual * shape.hidden_size // shape.sequence_parts * shape.seq_length * micro
+    found = []
+    for rank in range(size):
+        own = stages_of_rank(cfg.parallel, rank)
+        ends = {"has_embedding": 0 in own, "has_head": len(layers) - 1 in own}
+        of_rank = shape.of_stages([layer for stage in own for layer in layers[stage]], **ends)
+        counts, needs = _needs_of(cfg, of_rank, storage)
+        losses = (count if schedule.is_forward_first else 1) if of_rank.has_head else 0
+        held = schedule.most_held(size, rank, count, stages) / stages
+        needs = needs.in_pipeline(held, losses, outputs=(stages - 1) * output)
+        found.append(estimate_of(cfg, counts, storage, needs, ranks))
+    return found
+
+
+def _needs_of(cfg: Any, shape: ModelShape, storage: Storage) -> tuple[WeightCounts, MicroBatch]:
+    """The weights of a rank, and the needs of a micro-batch."""
     counts = WeightCounts.of(shape, getattr(cfg, "peft", None))
     needs = micro_batch(shape, cfg, counts, storage)
-    if not counts.added:  # the embedding keeps which tokens are its own
-        tokens = shape.seq_length * (cfg.train.micro_batch_size or 1)
+    if cfg.parallel.tensor_model_parallel_size > 1 and not counts.added and shape.has_embedding:
+        tokens = shape.seq_length * (cfg.train.micro_batch_size or 1)  # the embedding keeps which ones are its own
         needs = replace(needs, activations=needs.activations + _OF_TOKEN * tokens)
-    found = estimate_of(cfg, counts, storage, needs, ranks)
-    return replace(found, num_parameters=whole.total, num_trainable=whole.trained)
+    return counts, needs
 
 
 def estimate_of(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBatch, ranks: int = 1) -> MemoryEstimate:
@@ -181,7 +220,7 @@ def _gathering(cfg: Any, counts: WeightCounts, storage: Storage, needs: MicroBat
     A layer is gathered in the precision that it computes in, so that nothing else is cast, and its gradients are whole
     until they are summed.
     """
-    outside = counts.head[0] * counts.head[1] * (1 if counts.ties_head else 2)
+    outside = counts.in_ends
     layer, width = (counts.total - outside) / cfg.model.num_layers, 2 if cfg.mixed_precision else storage.trained
     gathered = 2 * layer if cfg.fsdp.reshard_after_forward else counts.total - outside
     held = width * (gathered + outside) + storage.gradients * max(layer, outside)
@@ -207,7 +246,7 @@ def _peak(
         update: what exists during the sums over ranks and the update only.
         has_earlier: whether the gradients of an earlier micro-batch, or their buffers, exist.
     """
-    head = counts.head[0] * counts.head[1] * storage.gradients
+    head, ends = counts.in_head * storage.gradients, counts.in_ends * storage.gradients
     before = gradients if has_earlier else 0
     loss = before + needs.copies + needs.activations + needs.logits
     update += gradients
@@ -216,9 +255,8 @@ def _peak(
     first_layer = of_layer + needs.layer
     if counts.added:
         return max(loss, last_layer, gradients + first_layer, update)
-    ends = head if counts.ties_head else 2 * head
     all_later = gradients if has_earlier else (gradients - ends) * (1 - 1 / cfg.model.num_layers) + head
-    embedding = head * (has_earlier + counts.ties_head)
+    embedding = counts.in_embedding * storage.gradients * (has_earlier + counts.ties_head)
     return int(
         max(loss, last_layer + (0 if has_earlier else head), all_later + first_layer, gradients + embedding, update)
     )

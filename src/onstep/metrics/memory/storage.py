@@ -135,7 +135,7 @@ def optimizer_bytes(optimizer: Any, counts: WeightCounts, size: int) -> int:
     if "4bit" in name:
         return values * trained // 2 + values * FLOAT32 * -(-trained // _BLOCK_4BIT)
     if "8bit" in name:
-        wide = 0 if counts.added or name in OF_TORCHAO else counts.head[0] * counts.head[1]
+        wide = 0 if counts.added or name in OF_TORCHAO else counts.in_embedding
         narrow = trained - wide
         return values * (narrow + FLOAT32 * (wide + -(-narrow // _BLOCK_8BIT)))
     return values * size * trained

@@ -236,4 +236,5 @@ def _counts(model: Any, base: Iterable[nn.Parameter], linear: list[nn.Linear]) -
         cast=trained,
         head=(head.shape[0], head.shape[1]),
         ties_head=head is embedding,
+        embedding=(embedding.shape[0], embedding.shape[1]),
     )

@@ -20,8 +20,19 @@ BOTH = dict.fromkeys(("ddp.use_distributed_optimizer", "ddp.overlap_grad_reduce"
     "ddp.bucket_cap_mb": 1e-4
 }
 """Each rank updates some rows, in a bucket for each parameter; sums and gathers overlap with the passes."""
-KEYS: dict[str, dict[str, Any]] = {"fsdp2": SHARDS, "hsdp 2x2": SHARDS, "distopt2": BOTH}
-RANKS = {"fsdp2": 2, "hsdp 2x2": 4, "distopt2": 2}
+TENSORS = {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True}
+STAGES = {"parallel.pipeline_model_parallel_size": 2, "model.num_layers": 4, "checkpoint.certify": False}
+KEYS: dict[str, dict[str, Any]] = {
+    "fsdp2": SHARDS,
+    "hsdp 2x2": SHARDS,
+    "distopt2": BOTH,
+    "tp2 sp": TENSORS,
+    "pp2 1F1B": STAGES,
+    "pp2 ZBV": STAGES | {"parallel.pipeline_schedule": "ZBVZeroBubble"},
+}
+RANKS = {layout: 4 if layout == "hsdp 2x2" else 2 for layout in KEYS}
+WITH_ALL_SAMPLES = [layout for layout in KEYS if layout.startswith(("tp", "pp"))]
+"""Whose ranks have the same samples, and so the four micro-batches of one process."""
 IN_ORDER = {"train_sampling_strategy": "sequential", "max_steps": 9, "logging_steps": 1, "eval_strategy": "no"}
 STOP = {"9": [["should_training_stop", {}]]}
 BACK = {"9": [["rollback", {"to_step": 4, "lr_factor": 0.5}]]}
@@ -48,6 +59,7 @@ def words(layout: str) -> list[str]:
 def ended(ranks: Ranks, name: str, layout: str, **settings: Any) -> dict[str, Any]:
     """How a run that gets requests ends, on all ranks alike."""
     size, given = RANKS[layout], [*words(layout), "train.micro_batch_size=1"]
+    settings["sender"] = size - 1 if layout in WITH_ALL_SAMPLES else 0
     assert ranks.start(name, "sent", ranks=size, words=given, **settings) == [0] * size, ranks.output(name)
     first, *others = results(ranks, name, size)
     assert others == [first] * (size - 1)
@@ -120,7 +132,8 @@ def test_a_pause_and_a_signal_change_nothing(ranks: Ranks, layout: str) -> None:
     name, last = f"signal-{layout}", size - 1
     strike = {"rank": last, "signal": "SIGTERM", "event": "on_forward_backward_start", "number": 5}
     assert ranks.start(name, ranks=size, strikes=[strike], words=given) == [75] * size
-    assert ranks.steps(name) == [3 if size == 2 else 5], "steps have two micro-batches on two ranks, one on four"
+    steps = 2 if layout in WITH_ALL_SAMPLES else 3 if size == 2 else 5
+    assert ranks.steps(name) == [steps], "of four micro-batches, two on two ranks of data, or one on four"
     check_same(ranks.finish(name, ranks=size, words=given), whole)
 
 
@@ -133,6 +146,7 @@ def test_what_is_sent_to_a_run_is_repeated_after_a_kill(sent: Ranks, layout: str
     expected_files = left_by(sent.directory / f"whole-{name}" / "runs" / "run")
     dies, given = {"on_final_metrics": 1} if plan is STOP else {"on_step_begin": 10}, words(layout)
     settings = {"plan": plan, "words": [*given, "train.micro_batch_size=1"], "dies": dies}
+    settings["sender"] = size - 1 if layout in WITH_ALL_SAMPLES else 0
     assert sent.start(f"killed-{name}", "sent", ranks=size, **settings) == [-9] * size
     assert ended(sent, f"killed-{name}", layout, plan={}) == expected
     check_same(left_by(sent.directory / f"killed-{name}" / "runs" / "run"), expected_files)

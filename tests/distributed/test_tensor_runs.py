@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,30 @@ def test_a_bit_of_a_replicated_weight_that_drifts_ends_the_run_with_its_name(run
     for name, of_run in zip(names, drifted, strict=True):
         for found in of_run:
             assert f"after 2 iterations: rank 1, tp 1 differs in {name}" in found["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_replicas_are_equal_to_the_bit_after_a_thousand_steps_and_a_drift_is_found_at_the_next_check(
+    runs: Runs,
+) -> None:
+    keys = ["train.check_weight_hash_across_dp_replicas_interval=25", "checkpoint.certify=false"]
+    keys += ["checkpoint.save_interval=null", "validation.eval_interval=null", "logger.log_interval=100"]
+    keys += ["train.micro_batch_size=2"]
+    common = {"how": "tp2 sp", "keys": keys, "steps": 1000, "long": True}
+    [drifted] = runs.train({**common, "run": "drifted", "drifts": [30, 1]})
+    settings = {**runs.settings, **common, "run": "whole"}
+    children = runs.processes.start(JOBS, "pretrain", runs.directory, settings, ranks=2)
+    assert [child.wait(3000) for child in children] == [0, 0], output_of(runs.directory)
+    first, second = (json.loads((runs.directory / f"result-{rank}.json").read_text()) for rank in range(2))
+    assert first["step"] == second["step"] == 1000
+    assert first["losses"] == second["losses"]
+    assert first["losses"][-1] < first["losses"][0] / 2
+    assert {"layers.0.attention_norm.weight", "final_norm.weight"} <= first["replicas"].keys()
+    assert first["replicas"] == second["replicas"]
+    print(f"\n{len(first['replicas'])} replicated weights after {first['step']} steps: equal to the bit on 2 ranks")
+    for found in drifted:
+        assert "after 50 iterations: rank 1, tp 1 differs in layers.1.attention_norm.weight" in found["error"]
 
 
 def test_after_a_kill_in_a_step_all_ranks_end_and_the_run_continues_to_the_bit(runs: Runs) -> None:

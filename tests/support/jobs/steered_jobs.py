@@ -14,14 +14,16 @@ from tests.support.small_configs import small_pretrain_config
 
 
 class Sends(Callback):
-    """Sends requests from outside, on rank 0; a step is passed once."""
+    """Sends requests from outside, on one rank; a step is passed once."""
 
-    def __init__(self, plan: dict[str, list[tuple[str, dict[str, Any]]]]) -> None:
-        self.plan = dict(plan)
+    ranks = "all"
+
+    def __init__(self, plan: dict[str, list[tuple[str, dict[str, Any]]]], rank: int = 0) -> None:
+        self.plan, self.rank = dict(plan), rank
 
     def on_step_end(self, context: Any) -> None:
         identity = uuid4().hex
-        for flag, details in self.plan.pop(str(context.step), []) if context.state.world.is_main else []:
+        for flag, details in self.plan.pop(str(context.step), []) if context.state.world.rank == self.rank else []:
             sent = {"command_id": identity, **details}
             context.control.add_request(Request(flag, "someone", "", "", 0, sent))
 
@@ -35,7 +37,7 @@ def job_sent(settings: dict[str, Any]) -> dict[str, Any]:
     config.checkpoint.save_interval, config.checkpoint.most_recent_k = 4, 2
     apply_overrides(config, settings.get("words", []))
     manager = CallbackManager()
-    manager.add([JsonLogger(), Sends(settings.get("plan", {}))])
+    manager.add([JsonLogger(), Sends(settings.get("plan", {}), settings.get("sender", 0))])
     for event, number in settings.get("dies", {}).items():
         calls = iter(range(1, 1000))
         manager.register(event, lambda context, calls=calls, number=number: next(calls) == number and _die())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -45,13 +46,15 @@ class Noted(Callback):
         self.norms: list[float] = []
         self.evaluated: list[float] = []
         self.random: list[float] = []
+        self.replicas: dict[str, str] = {}
         self.prints: list[str] = []
         """The fingerprint of the weights with which each step began."""
 
     def on_train_step_start(self, context: Any) -> None:
         """Do what the test asks for."""
         step, rank = context.state.train_state.step, context.state.world.rank
-        self.prints.append(fingerprint(context.model[0].parameters(), context.state.world))
+        if not self.settings.get("long"):
+            self.prints.append(fingerprint(context.model[0].parameters(), context.state.world))
         if [step, rank] == self.settings.get("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if [step, rank] == self.settings.get("drifts"):
@@ -67,9 +70,23 @@ class Noted(Callback):
         self.norms.append(float(context.grad_norm))
         self.random.append(float(torch.rand((), generator=_copy_of_stream())))
 
+    def on_train_end(self, context: Any) -> None:
+        """Note the replicated weights with which the training ends."""
+        named = {name: as_dtensor(one) for name, one in context.model[0].named_parameters()}
+        replicas = {
+            name: one for name, one in named.items() if one is not None and not any(map(is_shard, one.placements))
+        }
+        content = {name: one.to_local().numpy().tobytes() for name, one in replicas.items()}
+        self.replicas = {name: sha256(one).hexdigest()[:16] for name, one in content.items()}
+
     def on_eval_end(self, context: Any) -> None:
         """Note an evaluation."""
         self.evaluated.append(float(next(iter(context.total_loss_dict.values()))))
+
+
+def is_shard(placement: Any) -> bool:
+    """Whether a DTensor is divided along this dimension of its mesh."""
+    return bool(placement.is_shard())
 
 
 def _copy_of_stream() -> torch.Generator:
@@ -105,6 +122,7 @@ def job_pretrain(settings: dict[str, Any]) -> dict[str, Any]:
         "evaluated": noted.evaluated,
         "random": noted.random,
         "prints": noted.prints,
+        "replicas": noted.replicas,
         "step": state.train_state.step,
     }
 

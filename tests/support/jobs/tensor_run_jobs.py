@@ -76,7 +76,7 @@ class Noted(Callback):
         replicas = {
             name: one for name, one in named.items() if one is not None and not any(map(is_shard, one.placements))
         }
-        content = {name: one.to_local().numpy().tobytes() for name, one in replicas.items()}
+        content = {name: one.to_local().detach().numpy().tobytes() for name, one in replicas.items()}
         self.replicas = {name: sha256(one).hexdigest()[:16] for name, one in content.items()}
 
     def on_eval_end(self, context: Any) -> None:

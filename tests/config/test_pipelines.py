@@ -142,26 +142,24 @@ def test_numbers_of_micro_batches_are_those_that_torch_runs() -> None:
          r"^ddp.use_distributed_optimizer=true is not supported with \S+=2, schedule 1F1B; set it to false"),
         ({"peft__peft_scheme": "lora"}, r"^peft.peft_scheme=lora is not supported with .*; set it to null, or"),
         ({"train__torch_compile": True}, r"^train.torch_compile=true is not supported with"),
-        ({"checkpoint__certify": True}, r"^checkpoint.certify=true is not supported with"),
         ({"model__num_moe_experts": 4}, r"^model.num_moe_experts=4 is not supported with"),
         ({"optimizer__optimizer": "muon"}, r"^optimizer.optimizer=muon is not .*; set it to adam or adamw"),
         (
             {"model__recompute_granularity": "selective", "parallel__pipeline_schedule": "DualPipeV"},
             r"^model.recompute_granularity=selective is not .*=DualPipeV, which goes back .* twice; set it to full, or",
         ),
-        ({"mixed_precision": "fp16_mixed"}, r"^mixed_precision=fp16_mixed is not supported .* null or bf16_mixed"),
     ],
 )  # fmt: skip
 def test_what_a_pipeline_does_not_support_is_refused_by_name(values: dict[str, Any], said: str) -> None:
-    precision = values.pop("mixed_precision", None)
     config = config_with(**values)
-    config.mixed_precision = precision
     with pytest.raises(ConfigError, match=said):
         validate(config, 2)
 
 
 def test_a_pipeline_is_valid_and_its_keys_are_those_of_megatron_bridges_model_too() -> None:
     validate(config_with(), 2)
+    proofs = {f"checkpoint__{key}": True for key in ("certify", "validate_replication")}
+    validate(config_with(**proofs, logger__log_params_norm=True, optimizer__decoupled_lr=1e-3), 2)
     validate(config_with(parallel__data_parallel_replicate_size=2), 4)
     names = (SIZE, VIRTUAL, LAYOUT, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     for name, value in zip(names, (2, 3, [1, 3], True, True), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -9,12 +10,18 @@ from typing import Any
 
 import pytest
 
+from onstep.training.verification.trajectory_hash import CHAIN
 from tests.support.forked_processes import Processes
 
 pytestmark = pytest.mark.distributed
 
 JOBS = "tests.support.jobs.pipeline_jobs"
 DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
+PROOFS = [
+    *(f"checkpoint.{key}=true" for key in ("certify", "validate_replication")),
+    *("train.check_weight_hash_across_dp_replicas_interval=1", "optimizer.decoupled_lr=0.002"),
+    *("logger.log_params_norm=true", "logger.console=bridge"),
+]
 TIED, TWO = "model.share_embeddings_and_output_weights=true", "parallel.virtual_pipeline_model_parallel_size=2"
 Row = tuple[list[str], dict[str, Any]]
 
@@ -173,20 +180,34 @@ def pretrained(processes: Processes, directory: Path, name: str, ranks: int, *ke
     return result
 
 
+def params_norms(directory: Path) -> list[str]:
+    return re.findall(r"params norm: [0-9.]+", (directory / "rank-0.out").read_text())
+
+
 def test_a_pipeline_is_evaluated_as_one_process_and_continues_there_and_back(
     processes: Processes, tmp_path: Path
 ) -> None:
-    """Two ranks, then one, then two with another schedule: the loss curve, the evaluations and the final weights.
+    """Two ranks, then one, then two with another schedule: curves, evaluations, norms and prints of weights.
 
-    Each stage has a group of the optimizer that the other has not, as many as the other.
+    Each stage has a group of the optimizer that the other has not, as many as the other. Another run on two ranks ends
+    with the bit by which one copy of the tied embedding differs.
     """
-    keys = [*DROPOUT, "optimizer.param_groups=[{match: layers.0.*, lr_mult: 0.1}, {match: layers.3.*, lr_mult: 5}]"]
+    groups = "optimizer.param_groups=[{match: layers.0.*, lr_mult: 0.1}, {match: layers.3.*, lr_mult: 5}]"
+    keys = [*DROPOUT, *PROOFS, groups]
     one = pretrained(processes, tmp_path, "one", 1, *keys)
+    norms_of_one = params_norms(tmp_path)
+    there = text_run(tmp_path, "there", *row("1F1B", *keys)[0], "train.exit_interval=2")
+    drifted = text_run(tmp_path, "drifted", *row("1F1B", *keys)[0], drifts=[0, 1, "embedding.weight"])
+    [piece, error], _ = processes.results(JOBS, "pretrains", tmp_path, {"runs": [there, drifted]})
+    assert "after 1 iterations: rank 1, pp 1 differs in embedding.weight" in error["error"]
+    assert params_norms(tmp_path)[:2] == norms_of_one[:2]
     pieces = [
-        pretrained(processes, tmp_path, "there", 2, *row("1F1B", *keys)[0], "train.exit_interval=2"),
+        piece,
         pretrained(processes, tmp_path, "there", 1, *keys, "train.exit_interval=4"),
         pretrained(processes, tmp_path, "there", 2, *row("ZBVZeroBubble", *keys)[0]),
     ]
+    assert one["prints"][0] == pieces[0]["prints"][0], "a fingerprint knows no layout"
+    assert [one["prints"][1] for one in pieces[:2]] == [one["prints"][0] for one in pieces[1:]]
     for name in ("losses", "norms", "evaluated"):
         there = [value for piece in pieces for value in piece[name]]
         assert furthest(there, one[name]) <= 1e-5
@@ -202,20 +223,58 @@ def test_a_pipeline_resumed_at_any_step_is_the_run_that_nobody_stopped(
     processes: Processes, tmp_path: Path, is_async: bool
 ) -> None:
     keys = [*row("Interleaved1F1B", TWO)[0], f"checkpoint.async_save={str(is_async).lower()}"]
-    keys += ["checkpoint.save_interval=1"]
+    keys += ["checkpoint.save_interval=1", *PROOFS]
     whole = pretrained(processes, tmp_path, "whole", 2, *keys)
     for step in range(1, 5):
         before = pretrained(processes, tmp_path, f"at-{step}", 2, *keys, f"train.exit_interval={step}")
         after = pretrained(processes, tmp_path, f"at-{step}", 2, *keys)
         for name in ("losses", "norms"):
             assert before[name] + after[name] == whole[name], (step, name)
+        chains = [tmp_path / "runs" / name / CHAIN for name in ("whole", f"at-{step}")]
+        assert chains[0].read_bytes() == chains[1].read_bytes() != b""
 
 
 @pytest.mark.slow
-def test_a_rank_killed_in_the_passes_ends_all_and_the_next_start_has_the_bits(
+def test_replicas_of_a_stage_that_drift_are_named_and_overflows_skip_the_updates_of_all_stages(
     processes: Processes, tmp_path: Path
 ) -> None:
+    float16 = [
+        "mixed_precision=fp16_mixed",
+        "optimizer.initial_loss_scale=1048576",
+        "optimizer.hysteresis=1",
+        "train.micro_batch_size=2",
+    ]
+    hashes, validated = (
+        text_run(
+            tmp_path,
+            name,
+            *row("1F1B", *keys)[0],
+            drifts=[int(name == "validated"), 3, "layers.3.attention_norm.weight"],
+        )
+        for name, keys in (("hashes", PROOFS), ("validated", ["checkpoint.validate_replication=true"]))
+    )
+    one = pretrained(processes, tmp_path, "one", 1, *float16)
+    runs = [hashes, validated, text_run(tmp_path, "float16", *row("1F1B", *float16)[0])]
+    [hashed, refused, low], *_ = processes.results(JOBS, "pretrains", tmp_path, {"runs": runs}, ranks=4)
+    where = "rank 3, dp_replicate 1, pp 1"
+    assert f"{where} differs in layers.3.attention_norm.weight. A rank" in hashed["error"]
+    assert f"'model' differs between rank 2, dp_replicate 0, pp 1 and {where}" in refused["error"]
+    assert furthest(low["losses"], one["losses"]) <= 1e-5
+    assert [one == -1 for one in low["norms"]] == [one == -1 for one in one["norms"]] == [True] * 2 + [False] * 3
+    assert len(low["losses"]) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_a_rank_killed_in_the_passes_ends_all_and_the_next_start_has_the_bits(
+    processes: Processes, tmp_path: Path, place: str
+) -> None:
     keys = [*row("ZBVZeroBubble")[0], "checkpoint.save_interval=1"]
+    if place == "memory":
+        keys[-1] = "checkpoint.save_interval=100"
+        keys += ["checkpoint.non_persistent_save_interval=1", "checkpoint.non_persistent_place=memory"]
+        (tmp_path / "memory").mkdir()
+        keys += [f"checkpoint.memory_dir={tmp_path / 'memory'}"]
     whole = pretrained(processes, tmp_path, "whole", 2, *keys)
     settings = text_run(tmp_path, "killed", *keys, dies=3)
     other, killed = processes.start(JOBS, "pretrain", tmp_path, settings, ranks=2)

@@ -69,8 +69,9 @@ def fingerprints(state: Any, level: str) -> Fingerprints:
 
 def _fingerprints(state: Any, path: str, level: str) -> Iterator[tuple[str, str]]:
     if isinstance(state, Tensor):
-        part = "" if as_dtensor(state) is None else str(box_of(state) or "")
-        yield path + part, _of_tensor(held_part(state), level)
+        box = box_of(state)
+        if box is not None:  # None for one of other ranks
+            yield path + ("" if as_dtensor(state) is None else str(box)), _of_tensor(held_part(state), level)
     elif isinstance(state, Mapping):
         yield path, f"{type(state).__name__} of {len(state)}"
         for name, item in state.items():

@@ -17,12 +17,16 @@ from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.data import TrainLoader
 from onstep.distributed import open_world
 from onstep.distributed.pipeline.seats import is_staged
+from onstep.distributed.shards import held_part
+from onstep.errors import CheckpointError, ReplicaMismatchError
+from onstep.events.context import unwrap
 from onstep.models.hf.any_directory import build_model
 from onstep.training import GlobalState, train
 from onstep.training.compute.step import LastStep
 from onstep.training.setup.final_weights import whole_of_stages
 from onstep.training.setup.model_and_data import cut_into_stages
 from onstep.training.setup.placement import place
+from onstep.training.verification.fingerprint import fingerprint, placed_parameters
 from tests.support.small_configs import small_pretrain_config
 
 VOCABULARY, LENGTH, ROWS = 67, 12, 12
@@ -63,7 +67,7 @@ class Curve(Callback):
         step = context.state.features.room(LastStep).step
         self.losses.append(float(step.total.value()))
         self.own.append(float(step.loss))
-        self.norms.append(float(context.grad_norm))
+        self.norms.append(-1.0 if context.grad_norm is None else float(context.grad_norm))  # of an overflow
         self.zeros.append(-1 if step.num_zeros is None else int(step.num_zeros))
 
 
@@ -203,6 +207,37 @@ class Halts(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Drifts(Callback):
+    """Changes one bit of a weight on one rank when a step begins; the fingerprints of the first and last weights."""
+
+    ranks = "all"
+
+    def __init__(self, step: int, rank: int, name: str) -> None:
+        self.step, self.rank, self.name = step, rank, name
+        self.prints: list[str] = []
+
+    def on_train_start(self, context: Any) -> None:
+        self._print(context)
+
+    def on_train_end(self, context: Any) -> None:
+        self._print(context)
+
+    def _print(self, context: Any) -> None:
+        parameters, starts = placed_parameters(context.model)
+        self.prints.append(fingerprint(parameters, context.state.world, starts))
+
+    def on_train_step_start(self, context: Any) -> None:
+        state = context.state
+        if (state.train_state.step, state.world.rank) == (self.step, self.rank):
+            named = dict(named for chunk in context.model for named in unwrap(chunk).named_parameters())
+            held_part(named[self.name]).view(torch.int32).view(-1)[3] ^= 1
+
+
+def job_pretrains(settings: dict[str, Any]) -> list[Any]:
+    """Several of `job_pretrain`, in the same processes."""
+    return [job_pretrain(one) for one in settings["runs"]]
+
+
 def job_pretrain(settings: dict[str, Any]) -> Any:
     """`pretrain` on a small text, with saves and evaluations; the losses, norms and evaluations."""
     config = small_pretrain_config(settings["corpus"], settings["cache"], layers=4, length=16)
@@ -214,13 +249,17 @@ def job_pretrain(settings: dict[str, Any]) -> Any:
     config.logger.log_interval, config.checkpoint.save_interval = 1, settings.get("save", 2)
     config.run.output_dir, config.run.name = settings["output"], settings["name"]
     apply_overrides(config, [f"train.train_iters={settings['steps']}", *settings["keys"]])
-    curve, evaluated = Curve(), Evaluated()
-    callbacks: list[Any] = [curve, evaluated]
+    curve, evaluated, drifts = Curve(), Evaluated(), Drifts(*settings.get("drifts", (-1, 0, "")))
+    callbacks: list[Any] = [curve, evaluated, drifts]
     if "dies" in settings:
         callbacks.append(Halts(settings["dies"], dies=True))
-    with suppress(SystemExit):  # of train.exit_interval
-        pretrain(config, callbacks=callbacks)
-    return {"losses": curve.losses, "norms": curve.norms, "evaluated": evaluated.found}
+    try:
+        with suppress(SystemExit):  # of train.exit_interval
+            pretrain(config, callbacks=callbacks)
+    except (ReplicaMismatchError, CheckpointError) as error:
+        return {"error": str(error)}
+    found = {"losses": curve.losses, "norms": curve.norms, "evaluated": evaluated.found}
+    return {**found, "prints": drifts.prints}
 
 
 class Evaluated(Callback):

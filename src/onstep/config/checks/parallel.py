@@ -119,13 +119,6 @@ _NOT_IN_A_PIPELINE: dict[str, tuple[Any, ...]] = {
     "model.offload_activations": _OFF,
     "peft.peft_scheme": (None,),
     "train.torch_compile": _OFF,
-    "train.check_weight_hash_across_dp_replicas_interval": (None, 0),
-    "checkpoint.certify": _OFF,
-    "checkpoint.validate_replication": _OFF,
-    "checkpoint.non_persistent_place": ("disk",),
-    "logger.log_params_norm": _OFF,
-    "mixed_precision": (None, "bf16_mixed"),
-    "optimizer.decoupled_lr": (None,),
     "optimizer.optimizer": ("adam", "adamw", "sgd"),
 }
 """The keys that a pipeline does not support, each with the values that it does."""

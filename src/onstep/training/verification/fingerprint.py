@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from onstep.distributed import World
 from onstep.distributed.boxes import Box, box_of, whole_box
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import as_dtensor, local_part, split_of
+from onstep.events.context import unwrap
 
 _AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = {"cpu": 1 << 15}
@@ -33,30 +36,35 @@ class LocalSums:
     counted: int = 0
     """The sum over the elements whose first copy this rank holds: those of all ranks add up to the fingerprint."""
     plain: int = 0
-    """The sum over the elements of tensors that are not sharded."""
+    """The sum over the elements of tensors that all ranks hold."""
     sharded: int = 0
-    """The sum over the elements of shards."""
+    """The sum over the elements of shards, and of stages."""
     boxes: int = 0
-    """Which shards these are; ranks with equal `boxes` hold replicas of each other."""
+    """Which parts these are; ranks with equal `boxes` hold replicas of each other."""
 
 
-def local_sums(tensors: Iterable[Tensor], world: World) -> LocalSums:
+def local_sums(tensors: Iterable[Tensor], world: World, starts: Sequence[int] | None = None) -> LocalSums:
     """This rank's part of the fingerprint of a model; reads the device once.
 
     Args:
-        tensors: plain ones and DTensors, in the same order on all ranks.
+        tensors: plain ones and DTensors, in the same order on all ranks; those marked as `shared` another one counts.
         world: the ranks that hold them.
+        starts: the position of each in the whole model, where ranks hold stages of it; None where each holds all, one
+            after the other.
     """
     firsts = set(world.parts("pp")[0])
-    start, boxes, sums, marks = 0, [], [], []
-    for tensor in tensors:
-        box, is_sharded = box_of(tensor) or whole_box((0,) * tensor.dim()), as_dtensor(tensor) is not None
-        if is_sharded:
+    end, boxes, sums, marks = 0, [], [], []
+    for number, tensor in enumerate(tensors):
+        start = end if starts is None else starts[number]
+        box, is_dtensor = box_of(tensor) or whole_box((0,) * tensor.dim()), as_dtensor(tensor) is not None
+        is_part = is_dtensor or starts is not None
+        if is_part:
             boxes.append((start, *box))
-        holders = split_of(tensor).plane() if is_sharded else {world.rank}
+        holders = split_of(tensor).plane() if is_dtensor else {world.rank}
         sums.append(_sum(local_part(tensor.detach()), box, tensor.shape, start))
-        marks.append((min(holders) in firsts, not is_sharded, is_sharded))
-        start += tensor.numel()
+        is_counted = min(holders) in firsts and not getattr(tensor, "shared", False)
+        marks.append((is_counted, not is_part, is_part))
+        end += tensor.numel()
     if not sums:
         return LocalSums()
     found = torch.stack(sums).cpu()
@@ -64,7 +72,23 @@ def local_sums(tensors: Iterable[Tensor], world: World) -> LocalSums:
     return LocalSums(counted, plain, sharded, hash(tuple(boxes)) if boxes else 0)
 
 
-def fingerprint(tensors: Iterable[Tensor], world: World | None = None) -> str:
+def placed_parameters(chunks: Sequence[nn.Module]) -> tuple[list[nn.Parameter], list[int] | None]:
+    """The parameters of a model, each once, and the `starts` of `local_sums`.
+
+    Args:
+        chunks: the model chunks.
+    """
+    bare = [unwrap(chunk) for chunk in chunks]
+    names = {parameter: name for chunk in bare for name, parameter in chunk.named_parameters()}
+    if not is_staged(chunks):
+        return [*names], None
+    starts, end = dict[str, int](), 0
+    for name, shape in bare[0].whole_shapes.items():
+        starts[name], end = end, end + math.prod(shape)
+    return [*names], [starts[name] for name in names.values()]
+
+
+def fingerprint(tensors: Iterable[Tensor], world: World | None = None, starts: Sequence[int] | None = None) -> str:
     """A digest of the bits of whole tensors, the same in every layout of the same bits. Collective: one sum.
 
     A differing bit changes it, barring collisions that a forger could make.
@@ -72,9 +96,10 @@ def fingerprint(tensors: Iterable[Tensor], world: World | None = None) -> str:
     Args:
         tensors: plain ones and DTensors, in the same order on all ranks; a replica counts once.
         world: the ranks that hold them; None is this process alone.
+        starts: see `local_sums`.
     """
     world = world or World()
-    counted = torch.tensor([local_sums(tensors, world).counted])
+    counted = torch.tensor([local_sums(tensors, world, starts).counted])
     return hexadecimal(int(world.reduce(counted, dist.ReduceOp.SUM, "sum of fingerprints", world.control_group)))
 
 

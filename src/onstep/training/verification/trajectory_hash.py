@@ -24,7 +24,7 @@ from onstep.training.feature import Feature
 from onstep.training.protocols import StateDict, UserOptimizer
 from onstep.training.stages.job import Job
 from onstep.training.stages.record import learning_rate
-from onstep.training.verification.fingerprint import hexadecimal, local_sums
+from onstep.training.verification.fingerprint import hexadecimal, local_sums, placed_parameters
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -59,13 +59,14 @@ class HashChain:
         self._metrics_log: MetricsLog | None = None
 
     def extend(
-        self, step: int, sample_ids: object, optimizer: UserOptimizer, loss: Tensor, model: Iterable[nn.Module]
+        self, step: int, sample_ids: object, optimizer: UserOptimizer, loss: Tensor, model: Sequence[nn.Module]
     ) -> StateDict:
         """Add the step that just ended and return its record. Collective: one sum.
 
         What differs between the ranks is a list in the record, with an item for each rank.
         """
-        weights = local_sums((parameter for chunk in model for parameter in chunk.parameters()), self._world)
+        parameters, starts = placed_parameters(model)
+        weights = local_sums(parameters, self._world, starts)
         rate = learning_rate(optimizer)
         mine = (
             _word(_digest(json.dumps(sample_ids).encode())),

@@ -13,6 +13,7 @@ from onstep.checkpoint.format.tensor_file import bytes_of
 from onstep.config.suggestions import listed
 from onstep.distributed import World, shards
 from onstep.distributed.boxes import Box, box_of
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.errors import ReplicaMismatchError
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, is_due
@@ -40,7 +41,8 @@ def check_param_hashes_across_dp_replicas(
     """Compare the hashes of all parameters over the ranks that hold replicas of them. Collective: one gather.
 
     These are the data-parallel ranks for a parameter that each of them holds, and for a shard the ranks that hold the
-    same one: those along `dp_replicate`.
+    same one: those along `dp_replicate`. Of a pipeline, these are the replicas of a stage, and both copies of a tied
+    embedding.
 
     Args:
         model: list of model chunks.
@@ -52,7 +54,8 @@ def check_param_hashes_across_dp_replicas(
             lowest rank without a majority).
     """
     world = world or World(rank=shards.rank(), size=shards.world_size())
-    differing = _differing(world.gather((weight_hashes(model), _shards(model))))
+    is_cut = is_staged(model)
+    differing = _differing(world.gather((weight_hashes(model), _shards(model))), is_cut=is_cut)
     if differing:
         listing = "; ".join(f"{world.place(rank)} differs in {listed(names, 3)}" for rank, names in differing.items())
         when = "" if iteration is None else f" after {iteration} iterations"
@@ -66,7 +69,7 @@ def _named_once(model: Sequence[nn.Module]) -> Iterator[tuple[str, Parameter]]:
     """The parameters by name; a tied one comes once."""
     seen: set[int] = set()
     for number, chunk in enumerate(model):
-        prefix = f"chunk {number}: " if len(model) > 1 else ""
+        prefix = f"chunk {number}: " if len(model) > 1 and not is_staged(model) else ""
         for name, parameter in chunk.named_parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -79,12 +82,19 @@ def _shards(model: Sequence[nn.Module]) -> dict[str, Box]:
     return {name: box_of(parameter) or _NOTHING for name, parameter in sharded}
 
 
-def _differing(by_rank: list[tuple[dict[str, bytes], dict[str, Box]]]) -> dict[int, list[str]]:
-    """The parameters by rank that differ from those of most ranks that hold the same part."""
+def _differing(by_rank: list[tuple[dict[str, bytes], dict[str, Box]]], *, is_cut: bool) -> dict[int, list[str]]:
+    """The parameters by rank that differ from those of most ranks that hold the same part.
+
+    Args:
+        by_rank: the hashes and parts of each rank.
+        is_cut: whether ranks hold stages of a model, so that some lack a parameter.
+    """
     differing: dict[int, list[str]] = {}
     for name in dict.fromkeys(name for hashes, _ in by_rank for name in hashes):
         replicas: dict[Box | None, list[tuple[int, bytes | None]]] = {}
         for rank, (hashes, boxes) in enumerate(by_rank):
+            if is_cut and name not in hashes:
+                continue
             replicas.setdefault(boxes.get(name), []).append((rank, hashes.get(name)))
         for found in replicas.values():
             # equal counts are in order of first appearance, so the lowest rank wins

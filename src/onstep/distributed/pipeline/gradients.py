@@ -34,26 +34,31 @@ class StageGradients:
             self._embedding = world.group_among(pairs, "embd")
             if self._embedding is not None:
                 here = {name: one for chunk in chunks for name, one in chunk.named_parameters()}
-                self._tied = [here[name] for name in tied if here[name].requires_grad]
-        parameters = dict.fromkeys(one for chunk in chunks for one in chunk.parameters() if one.requires_grad)
+                self._tied = [here[name] for name in tied]
+        parameters = dict.fromkeys(one for chunk in chunks for one in chunk.parameters())
         are_replicas = world.data.size > 1 and not any(map(sharded_modules, chunks))  # FSDP2 sums those of its shards
         self._buckets = list(_buckets([*parameters])) if are_replicas else []
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Sum the gradients over the ranks that share them. Collective."""
-        for tied in self._tied:
+        """Sum the gradients of what is trained now over the ranks that share them. Collective.
+
+        Callbacks may freeze and unfreeze parameters, alike on all ranks.
+        """
+        for tied in (one for one in self._tied if one.requires_grad):
             if tied.grad is None:
                 tied.grad = torch.zeros_like(tied)
             self._world.reduce(held_part(tied.grad), dist.ReduceOp.SUM, "embd", self._embedding)
         for bucket in self._buckets:
-            self._sum(bucket)
+            trained = [one for one in bucket if one.requires_grad]
+            if trained:
+                self._sum(trained)
 
-    def _sum(self, bucket: list[nn.Parameter]) -> None:
-        for one in bucket:
+    def _sum(self, trained: list[nn.Parameter]) -> None:
+        for one in trained:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
-        gradients = held_parts([one.grad for one in bucket if one.grad is not None])
+        gradients = held_parts([one.grad for one in trained if one.grad is not None])
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         self._world.data.sum(flat)
         parts = torch.split(flat, [gradient.numel() for gradient in gradients])

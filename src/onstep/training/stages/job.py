@@ -45,6 +45,7 @@ from onstep.training.run import Run
 from onstep.training.stages.forward_step import check_chunks, prepare_forward_step_func
 from onstep.training.stages.left_out import LeftOut, check_stages, check_trains, first_of
 from onstep.training.stages.record import RunStart
+from onstep.training.stages.staged import check_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,8 @@ class Job:
             check_loader(data, run.world)
             check_parallel(run.cfg, run.world.size)
             check_stages(model)
+            if is_staged(model):
+                check_hooks(run.cfg.parallel, model)
             driven = drive(optimizer, model, run)
             if is_staged(model) and not isinstance(driven, TrainingOptimizer):
                 raise ConfigError(

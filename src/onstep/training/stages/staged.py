@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from onstep.config import ParallelConfig
 from onstep.config.pipelines import schedule_of
 from onstep.data import Batch, StepBatches
+from onstep.distributed.buffered import buffered_chunks
 from onstep.distributed.pipeline.seats import Computed, seat_of
 from onstep.distributed.tensor_regions import check_divisible
 from onstep.errors import ConfigError, DataError
@@ -170,6 +172,26 @@ def _tokens(batch: Batch) -> Tensor:
             f"micro-batch, but it has {entries or 'nothing'}; name the tokens so in the collator."
         )
     return found[0]
+
+
+def check_hooks(parallel: ParallelConfig, model: Sequence[nn.Module]) -> None:
+    """Refuse (ConfigError) hooks on gradients of parameters that the schedule of a pipeline does not call.
+
+    Args:
+        parallel: the section `parallel` of a configuration.
+        model: the stages of this rank.
+    """
+    schedule = schedule_of(parallel)
+    if not schedule.halves_backward:
+        return
+    given = [chunk for chunk in model if not buffered_chunks([chunk])]  # those have hooks of ours
+    for name, one in (named for chunk in given for named in chunk.named_parameters()):
+        if one._backward_hooks or one._post_accumulate_grad_hooks:  # torch has no public name for them
+            raise ConfigError(
+                f"parallel.pipeline_schedule={schedule.name} computes gradients of weights by autograd.grad, which "
+                f"does not call the hook of {name}; remove it, or use a schedule without halves of backward passes, "
+                f"such as 1F1B or Interleaved1F1B."
+            )
 
 
 def staged_results(

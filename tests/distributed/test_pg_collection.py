@@ -85,6 +85,27 @@ def test_groups_have_the_ranks_of_megatron(processes: Processes, tmp_path: Path,
 
 
 @pytest.mark.distributed
+def test_functions_that_take_groups_give_what_one_process_gives_for_a_model_in_tensors_and_stages(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """With real ranks of tp2 x pp2, groups of which some are None, and a weight in summands."""
+    keys = ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"]
+    [one] = processes.results(JOBS, "model", tmp_path, {"keys": []}, ranks=1)
+    of_ranks = processes.results(JOBS, "model", tmp_path, {"keys": keys}, ranks=4)
+    for rank, found in enumerate(of_ranks):
+        assert found["norm"] == pytest.approx(one["norm"], rel=1e-12)
+        assert found["without tp"] == found["norm"]
+        assert found["by attributes"] == pytest.approx(one["norm"], rel=1e-12)
+        assert math.hypot(of_ranks[0]["of a stage"], of_ranks[2]["of a stage"]) == pytest.approx(one["norm"], rel=1e-12)
+        assert found["losses"] == pytest.approx(one["losses"], rel=1e-12)
+        assert (found["largest"], found["all"]) == (one["largest"], one["all"]) == (5, True)
+        assert found["one not"] is False
+        assert found["memory"] == 7 - rank % 2
+        assert found["summands"] == pytest.approx(1.0, rel=1e-12)
+        assert "the squares of partial sums do not add up" in found["refused"]
+
+
+@pytest.mark.distributed
 def test_groups_of_other_ranks_are_refused_and_a_run_with_data_parallelism_makes_none(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 
 from onstep.config import ConfigContainer, DistributedInitConfig
 from onstep.distributed import ParallelSizes, data_parallel, open_world
-from onstep.errors import ConfigError
+from onstep.distributed.shards import as_dtensor
+from onstep.errors import ConfigError, ShardingError
 from onstep.metrics import (
+    calc_dtensor_params_l2_norm,
     calc_params_l2_norm,
     logical_and_across_model_parallel_group,
     reduce_max_memory_across_pp_group,
@@ -22,6 +26,7 @@ from onstep.metrics import (
 )
 from onstep.training import GlobalState, evaluate, train
 from onstep.training.model_parallel.agreement import model_parallel_group
+from tests.support.jobs.pipeline_jobs import STEPS, Ragged, config_of, divided
 from tests.support.jobs.world_jobs import num_groups
 from tests.support.small_runs import RaggedRows, TinyModel, mean_step, split
 
@@ -63,6 +68,68 @@ def job_groups(settings: dict[str, Any]) -> list[dict[str, Any]]:
                         "shares": None if shared is None else dist.get_process_group_ranks(shared),
                     }
                 )
+    return found
+
+
+class _Groups:
+    """Some of the groups of a run; the others are None."""
+
+    def __init__(self, **groups: Any) -> None:
+        vars(self).update(dict.fromkeys(NAMES) | groups)
+
+
+def job_model(settings: dict[str, Any]) -> dict[str, Any]:
+    """What functions that take groups give for a model on some layout, or in one process."""
+    config = config_of(["train.micro_batch_size=3", *settings["keys"]], 1)
+    config.validation.eval_iters = 2
+    chunks, state, _ = divided(config, int(os.environ.get("WORLD_SIZE", "1")), dtype="float64")
+    rank, groups = state.world.rank, state.pg_collection
+    is_divided = state.world.size > 1
+    stage = state.world.sizes.ranks // state.world.sizes.pp
+    number = [None, 5][rank // stage] if is_divided else 5
+    batches = [
+        {key: torch.stack([Ragged()[index][key] for index in range(first, first + 3)]) for key in ("tokens", "labels")}
+        for first in range(0, 24, 3)
+    ]
+    losses, _, _ = evaluate(state, STEPS["sum"], iter(batches), chunks, None, config, pg_collection=groups)
+    found: dict[str, Any] = {
+        "norm": calc_params_l2_norm(chunks, config.model, pg_collection=groups),
+        "losses": {key: float(one) for key, one in losses.items()},
+        "largest": reduce_max_stat_across_model_parallel_group(number, groups.mp if is_divided else None),
+        "all": logical_and_across_model_parallel_group(True, groups.mp if is_divided else None),
+        "one not": logical_and_across_model_parallel_group(rank > 0, groups.mp if is_divided else None),
+        "memory": reduce_max_memory_across_pp_group({"peak": 7 - rank}, groups.pp if is_divided else None)["peak"],
+    }
+    if is_divided:
+        found |= _in_other_forms(chunks, config, state)
+    state.world.close()
+    return found
+
+
+def _in_other_forms(chunks: list[nn.Module], config: ConfigContainer, state: GlobalState) -> dict[str, Any]:
+    """Norms of the same weights with some groups None, with Megatron's attributes, and with a weight in summands."""
+    groups, norm = state.pg_collection, calc_params_l2_norm
+    plain = nn.ParameterDict()
+    for name, one in ((f"{n}.{k}", v) for n, chunk in enumerate(chunks) for k, v in chunk.named_parameters()):
+        part = as_dtensor(one)
+        assert part is not None
+        parameter = nn.Parameter(part.to_local().detach().clone())
+        parameter.tensor_model_parallel = part.placements[-1].is_shard()
+        plain[name.replace(".", "/")] = parameter
+    found = {
+        "without tp": norm(chunks, config.model, pg_collection=_Groups(mp=groups.pp, tp_ep_pp=groups.pp)),
+        "of a stage": norm(chunks, config.model, pg_collection=_Groups()),
+        "by attributes": norm(plain, config.model, pg_collection=groups),
+    }
+    whole = next(one for chunk in chunks for one in chunk.parameters() if not as_dtensor(one).placements[-1].is_shard())
+    mesh, local = as_dtensor(whole).device_mesh, as_dtensor(whole).to_local().detach()
+    share = local / 4 if state.world.rank % 2 else 3 * local / 4
+    summands = nn.ParameterDict({"weight": nn.Parameter(DTensor.from_local(share, mesh, [Partial()]))})
+    found["summands"] = norm(summands, config.model) / float(local.norm())
+    try:
+        calc_dtensor_params_l2_norm(summands.values())
+    except ShardingError as error:
+        found["refused"] = str(error)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from onstep import CallbackManager
+from onstep.distributed import beside_compute
 from onstep.errors import ConfigError
-from onstep.training.watchdog.stacks import StackDump, is_in_collective, place_of_error
+from onstep.training.watchdog.rank_report import is_consequence
+from onstep.training.watchdog.stacks import StackDump, is_in_collective, place_of_error, waits_in_collective
 from tests.support.forked_processes import Processes
 
 
@@ -74,3 +77,19 @@ def test_a_rank_that_waits_below_torchs_dispatcher_is_in_a_collective() -> None:
     assert is_in_collective([*called, waits])
     assert not is_in_collective([*called, (str(root / "nn/modules/linear.py"), 1, "forward"), waits])
     assert not is_in_collective([])
+
+
+def test_a_rank_whose_collective_beside_the_backward_pass_fails_is_a_victim() -> None:
+    def wait() -> None:
+        raise RuntimeError("[pair.cc:537] Read error [127.0.0.1]:38559: Connection reset by peer")
+
+    under_way = beside_compute._UnderWay()
+    under_way._work = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError) as raised:
+        under_way.finish()
+    error = raised.value
+    frames = traceback.extract_tb(error.__traceback__)
+    assert not is_consequence(error), "the innermost frame is the test's"
+    error.__traceback__.tb_next.tb_next = None  # type: ignore[union-attr]  # a work of torch's has no frame
+    assert is_consequence(error)
+    assert waits_in_collective([(one.filename, one.lineno or 0, one.name) for one in frames[1::-1]])

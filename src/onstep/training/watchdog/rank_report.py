@@ -21,6 +21,7 @@ from onstep.training.runs.stage import SectionLimits
 from onstep.training.watchdog import stacks as rank_stacks
 
 _LOST = ("onnection", "roken pipe", "imed out", "NCCL", "gloo", "ocket", "peer")
+_INSIDE = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/onstep/distributed/")
 TERMINATED = f"{ENDING} SIGTERM"
 """The last activity of a rank that leaves an evaluation because of that signal."""
 FIRST_STEP = 1.5
@@ -314,7 +315,7 @@ def is_consequence(error: BaseException) -> bool:
         return False
     frames = traceback.extract_tb(error.__traceback__)
     inner = frames[-1].filename if frames else ""
-    is_inside = any(part in inner for part in ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/"))
+    is_inside = any(part in inner for part in _INSIDE)
     return is_inside and any(word in text_of(error) for word in _LOST)
 
 

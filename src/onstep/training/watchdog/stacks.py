@@ -40,6 +40,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _ONSTEP = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _COLLECTIVE = (f"{_TORCH}/distributed/", f"{_TORCH}/nn/parallel/distributed.py")
+_AWAITING = tuple(str(Path(__file__).parents[2] / "distributed" / name) for name in ("beside_compute.py", "buckets.py"))
+"""Where a collective that was begun earlier is awaited, which adds no frame of torch's."""
 _CALLS = tuple(
     f"{_TORCH}/distributed/{name}.py" for name in ("distributed_c10d", "c10d_logger", "_functional_collectives")
 )
@@ -142,6 +144,8 @@ def callback_of_error(error: BaseException) -> tuple[str | None, str | None]:
 def waits_in_collective(places: list[Place]) -> bool:
     """Whether the innermost frames, as far as they are torch's, belong to a collective or a backward pass."""
     for name, _, function in places:
+        if name in _AWAITING:
+            return True
         if not name.startswith(_TORCH):
             return False
         if name.startswith(_COLLECTIVE) or function == "_engine_run_backward":

@@ -12,6 +12,7 @@ import pytest
 
 from layout_names import IN_BF16, IN_MXFP8, MASTERS
 from layout_names import LAYOUTS as OF_TABLE
+from layout_names import PIPELINES as OF_STAGES
 from tests.support.forked_processes import Processes, output_of
 from tests.support.jobs.sharding_jobs import BATCH
 
@@ -121,20 +122,15 @@ def test_every_ordered_pair(processes: Processes, tmp_path: Path, layouts: list[
         assert sorted(before["seen"][: SAVED * BATCH] + found["seen"]) == sorted(after["seen"]), (source, target)
 
 
-def pipelined(name: str = "1F1B", *keys: str, size: int = 2, ranks: int = 2) -> tuple[int, list[str]]:
-    sizes = [f"parallel.pipeline_model_parallel_size={size}", f"parallel.pipeline_schedule={name}"]
-    return ranks, [*sizes, *keys]
-
-
-TWO = "parallel.virtual_pipeline_model_parallel_size=2"
-PIPELINES: dict[str, tuple[int, list[str]]] = {
-    **{f"pp2 {name}": pipelined(name) for name in ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV")},
-    **{f"pp2 {name}": pipelined(name, TWO) for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")},
-    "pp2 uneven": pipelined("1F1B", "parallel.pipeline_model_parallel_layout=[1,3]"),
-    "pp4": pipelined(size=4, ranks=4),
-    "dp2 x pp2": pipelined(ranks=4),
-    "dp2 x pp2 interleaved": pipelined("Interleaved1F1B", TWO, ranks=4),
+MORE: dict[str, tuple[int, list[str]]] = {
+    "pp2 uneven": (2, [*OF_STAGES["pp2"].keys, "parallel.pipeline_model_parallel_layout=[1,3]"]),
+    "dp2 x pp2 interleaved": (4, [*OF_STAGES["pp2 interleaved"].keys]),
+    "tp2 x pp2": (4, [*OF_STAGES["pp2"].keys, *OF_TABLE["tp2"].keys[:1]]),
+    "tp2 sp x pp2 ZBV": (4, [*OF_STAGES["pp2 ZBV"].keys, *OF_TABLE["tp2"].keys[:1], "parallel.sequence_parallel=true"]),
+    "fsdp2 x pp2": (4, [*OF_STAGES["pp2"].keys, "parallel.data_parallel_shard_size=2"]),
+    "fsdp2 x pp2 interleaved": (4, [*OF_STAGES["pp2 interleaved"].keys, "parallel.data_parallel_shard_size=2"]),
 }
+PIPELINES = {name: (layout.ranks, [*layout.keys]) for name, layout in OF_STAGES.items()} | MORE
 INEXACT = {IN_BF16, IN_MXFP8, MASTERS, "train.torch_compile=true"}
 ROWS: dict[str, tuple[int, list[str]]] = {
     name: (layout.ranks, [*layout.keys])
@@ -142,38 +138,48 @@ ROWS: dict[str, tuple[int, list[str]]] = {
     if layout.ranks <= 4 and INEXACT.isdisjoint(layout.keys)
 } | PIPELINES
 """The number of ranks of each layout, and its keys."""
-OF_TENSORS = [name for name in ROWS if "tp" in name]
-LEG = 2
-"""Steps that a layout trains before the next one continues."""
+OF_TENSORS = [name for name in ROWS if "tp" in name and name not in PIPELINES]
+LEG, AT_ONCE = 2, 8
+"""Steps that a layout trains before the next one continues; runs in one start of the ranks."""
 
 
 def relayed(processes: Processes, directory: Path, relays: list[list[str]], pick: random.Random) -> None:
-    """Each relay of layouts trains with the losses and norms of one process; layouts of one size in one start."""
-    legs = max(map(len, relays))
-    whole: list[dict[str, Any]] = []
-    for leg in range(legs):
-        at = [number for number, relay in enumerate(relays) if leg < len(relay)]
-        for ranks in (1, 2, 4):
-            names = {number: relays[number][leg] for number in at if ROWS[relays[number][leg]][0] == ranks}
-            keys = [ROWS[name][1] for name in names.values()]
-            places = [str(directory / str(number)) for number in names]
-            if ranks == 1 and leg == 0:
-                keys, places = [[], *keys], [str(directory / "whole"), *places]
+    """Each relay of layouts trains with the losses and norms of one process."""
+    whole = trained(processes, directory, [("one", directory / "whole")], 0, LEG * max(map(len, relays)), [False])[0]
+    for leg in range(max(map(len, relays))):
+        wanted = [(relay[leg], directory / str(at)) for at, relay in enumerate(relays) if leg < len(relay)]
+        steps, is_async = LEG * (leg + 1), [pick.random() < 0.5 for _ in wanted]
+        for (name, place), found in zip(
+            wanted, trained(processes, directory, wanted, leg, steps, is_async), strict=True
+        ):
+            for kind in ("losses", "norms"):
+                expected = pytest.approx(whole[kind][LEG * leg : steps], rel=1e-5)
+                assert found[kind] == expected, (relays[int(place.name)], leg, name, kind)
+
+
+def trained(
+    processes: Processes,
+    directory: Path,
+    wanted: list[tuple[str, Path]],
+    seed: int,
+    steps: int,
+    is_async: list[bool],
+) -> list[dict[str, Any]]:
+    """Train in directories on layouts until a step; several runs of one number of ranks in the same processes."""
+    found: dict[int, dict[str, Any]] = {}
+    for ranks in (1, 2, 4):
+        of_size = [number for number, (name, _) in enumerate(wanted) if ROWS[name][0] == ranks]
+        for first in range(0, len(of_size), AT_ONCE):
+            numbers = of_size[first : first + AT_ONCE]
             runs = [
-                {"keys": one, "directory": place, "steps": LEG * (legs if place.endswith("whole") else leg + 1)}
-                | {"seed": leg, "async": pick.random() < 0.5}
-                for one, place in zip(keys, places, strict=True)
+                {"keys": ROWS[wanted[number][0]][1], "directory": str(wanted[number][1]), "steps": steps}
+                | {"seed": seed, "async": is_async[number]}
+                for number in numbers
             ]
-            if not runs:
-                continue
-            [found, *others] = processes.results(JOBS, "legs", directory, {"runs": runs}, ranks=ranks)
-            assert all(other == found for other in others)
-            if not whole:
-                whole.append(found.pop(0))
-            for name, one in zip(names.items(), found, strict=True):
-                for kind in ("losses", "norms"):
-                    expected = whole[0][kind][LEG * leg : LEG * (leg + 1)]
-                    assert one[kind] == pytest.approx(expected, rel=1e-5), (relays[name[0]], leg, kind)
+            [results, *others] = processes.results(JOBS, "legs", directory, {"runs": runs}, ranks=ranks)
+            assert all(other == results for other in others)
+            found |= dict(zip(numbers, results, strict=True))
+    return [found[number] for number in range(len(wanted))]
 
 
 @pytest.mark.slow
@@ -194,7 +200,7 @@ def test_layouts_of_tensors_and_stages_go_to_one_process_and_back(processes: Pro
     relayed(processes, tmp_path, [[name, "one", name] for name in rows], random.Random(0))
 
 
-@pytest.mark.parametrize("names", [["pp2 ZBVZeroBubble"], pytest.param([*OF_TENSORS, *PIPELINES], marks=SLOW)], ids=len)
+@pytest.mark.parametrize("names", [["tp2 x pp2"], pytest.param([*OF_TENSORS, *PIPELINES], marks=SLOW)], ids=len)
 def test_a_checkpoint_of_one_process_is_the_same_files_after_another_layout(
     processes: Processes, tmp_path: Path, names: list[str]
 ) -> None:

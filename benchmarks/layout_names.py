@@ -60,6 +60,13 @@ def _tensors(size: int, *keys: str, shards: int = 1, replicas: int = 1) -> Layou
     return Layout(size * shards * replicas, (f"parallel.tensor_model_parallel_size={size}", *data, *keys))
 
 
+def stages(ranks: int, schedule: str, *keys: str, replicas: int = 1, tensors: int = 1) -> Layout:
+    """So many ranks of a pipeline, for each of the ranks of other axes that `keys` name."""
+    own = (f"parallel.pipeline_model_parallel_size={ranks}", f"parallel.pipeline_schedule={schedule}")
+    return Layout(ranks * replicas * tensors, (*own, *keys))
+
+
+TWICE = "parallel.virtual_pipeline_model_parallel_size=2"
 MASTERS = "optimizer.params_dtype=bfloat16"
 """Weights in bfloat16 with float32 masters, of models whose optimizer Onstep makes."""
 IN_MXFP8 = "ddp.fp8_param_gather=true"
@@ -107,20 +114,6 @@ LAYOUTS = {
     "distopt2 x tp2 sp both": _tensors(2, *DIVIDED, SEQUENCES, SUMS, GATHERS, replicas=2),
     "tp2 sp bf16": _tensors(2, SEQUENCES, IN_BF16),
     "fsdp2 x tp2 sp bf16": _tensors(2, SEQUENCES, IN_BF16, shards=2),
-    "one bf16": Layout(1, (IN_BF16,)),
-    "ddp2 bf16": Layout(2, (IN_BF16,)),
-    "fsdp2 bf16": _sharded(2, IN_BF16),
-}
-
-
-def stages(ranks: int, schedule: str, *keys: str, replicas: int = 1) -> Layout:
-    """So many ranks of a pipeline."""
-    own = (f"parallel.pipeline_model_parallel_size={ranks}", f"parallel.pipeline_schedule={schedule}")
-    return Layout(ranks * replicas, (*own, *keys))
-
-
-TWICE = "parallel.virtual_pipeline_model_parallel_size=2"
-PIPELINES = {
     "pp2": stages(2, "1F1B"),
     "pp2 GPipe": stages(2, "GPipe"),
     "pp2 interleaved": stages(2, "Interleaved1F1B", TWICE),
@@ -130,8 +123,13 @@ PIPELINES = {
     "pp2 DualPipeV": stages(2, "DualPipeV"),
     "pp4": stages(4, "1F1B"),
     "dp2 x pp2": stages(2, "1F1B", replicas=2),
+    "tp2 x pp2": stages(2, "1F1B", "parallel.tensor_model_parallel_size=2", tensors=2),
+    "fsdp2 x pp2": stages(2, "Interleaved1F1B", TWICE, "parallel.data_parallel_shard_size=2", replicas=2),
+    "distopt2 x pp2": stages(2, "1F1B", *DIVIDED, replicas=2),
+    "one bf16": Layout(1, (IN_BF16,)),
+    "ddp2 bf16": Layout(2, (IN_BF16,)),
+    "fsdp2 bf16": _sharded(2, IN_BF16),
 }
-"""Layouts whose ranks have stages of a pipeline, each of one layer or more of four."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch._inductor.config
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -29,9 +30,12 @@ from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.data import TrainLoader
 from onstep.distributed import open_world
 from onstep.distributed.gradient_exchange import average_in
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import as_dtensor, local_part, whole
 from onstep.models.transformer import build_transformer
 from onstep.training import GlobalState, train
+from onstep.training.setup.final_weights import whole_of_stages
+from onstep.training.setup.model_and_data import cut_into_stages
 from onstep.training.setup.placement import place
 
 _TEXT = Path(__file__).parents[1] / "LICENSE"
@@ -81,7 +85,7 @@ class Watch(Callback):
 
     def on_train_step_start(self, context: Any) -> None:
         """Note the weights, or replace them by those of another run."""
-        named = {_plain(name): one for name, one in context.model[0].named_parameters()}
+        named = {_plain(name): one for chunk in context.model for name, one in chunk.named_parameters()}
         if self.starts is not None:
             self.starts.append({name: one.detach().clone() for name, one in named.items()})
         if self._along is not None:
@@ -94,18 +98,23 @@ class Watch(Callback):
         self.losses.append(float(next(iter(context.loss_dict.values()))))
         self.norms.append(float(context.grad_norm))
         self.sent.append(Counter(SENT))
-        self.held["gradients"] = _bytes([one.grad for one in context.model[0].parameters() if one.grad is not None])
+        parameters = dict.fromkeys(one for chunk in context.model for one in chunk.parameters())
+        self.held["gradients"] = _bytes([one.grad for one in parameters if one.grad is not None])
 
     def on_train_end(self, context: Any) -> None:
         """Gather the parameters. Collective."""
-        [model] = context.model
-        named = [(_plain(name), one) for name, one in model.named_parameters()]
-        self.values = {name: whole(one.detach()) for name, one in named}
-        biases = ((name, one) for name, one in model.named_buffers() if name.endswith("expert_bias"))
-        self.values |= {_plain(name): one.clone() for name, one in biases}  # which follow the loads of all steps
+        model = context.model[0]
+        named = [(_plain(name), one) for chunk in context.model for name, one in chunk.named_parameters()]
         self.shapes = [(list(one.shape), one.requires_grad, one.element_size()) for _, one in named]
         self.names = [name for name, _ in named]
-        self.held["parameters"] = _bytes([one for _, one in named])
+        self.held["parameters"] = _bytes([*dict.fromkeys(one for _, one in named)])
+        if is_staged(context.model):
+            gathered = whole_of_stages([*context.model], context.state.world)
+            self.values = {} if gathered is None else {name: one.detach() for name, one in gathered.named_parameters()}
+        else:
+            self.values = {name: whole(one.detach()) for name, one in named}
+            biases = ((name, one) for name, one in model.named_buffers() if name.endswith("expert_bias"))
+            self.values |= {_plain(name): one.clone() for name, one in biases}  # which follow the loads of all steps
         if masters := getattr(model, "masters", None):
             self.held["masters"] = _bytes([*masters.values()])
         self.held["state"] = _bytes(
@@ -183,7 +192,8 @@ def _of_transformers(variant: Variant) -> nn.Module:
 def config_of(layout: Layout, variant: Variant, steps: int) -> ConfigContainer:
     """The configuration of a row."""
     config = ConfigContainer(model=ModelConfig(vocab_size=VOCABULARY, seq_length=LENGTH))
-    config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = 3, 32, 4
+    config.model.num_layers = 4 if layout.stage_ranks > 1 else 3
+    config.model.hidden_size, config.model.num_attention_heads = 32, 4
     config.dist.device, config.dataset.seq_length = "cpu", LENGTH
     config.train.global_batch_size, config.train.train_iters = ROWS, steps
     config.train.micro_batch_size = _micro_batch_of(layout, variant)
@@ -196,9 +206,9 @@ def _micro_batch_of(layout: Layout, variant: Variant) -> int:
     return ROWS // layout.data_ranks // variant.accumulation
 
 
-def optimizer_of(model: nn.Module, variant: Variant) -> torch.optim.Optimizer:
+def optimizer_of(model: list[nn.Module], variant: Variant) -> torch.optim.Optimizer:
     """AdamW; with two groups, biases and norms have no weight decay and half the rate."""
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [*dict.fromkeys(one for chunk in model for one in chunk.parameters() if one.requires_grad)]
     if not variant.groups:
         return torch.optim.AdamW(trained, lr=3e-3)
     vectors = [one for one in trained if one.ndim < 2]
@@ -254,11 +264,13 @@ def run_row(
 def _by_hand(config: ConfigContainer, layout: Layout, variant: Variant, watch: Watch, directory: str) -> None:
     """`train()` of a model that is placed here."""
     world = open_world(config.dist, config.parallel_sizes(layout.ranks))
-    [model] = place([model_of(variant, config)], world, config)
-    if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(
-            None, lambda state, bucket: _average(bucket)
-        )  # torch wants no annotations that are text
+    chunks = [model_of(variant, config)]
+    model = place(cut_into_stages(chunks, config, world) if world.sizes.pp > 1 else chunks, world, config)
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.register_comm_hook(
+                None, lambda state, bucket: _average(bucket)
+            )  # torch wants no annotations that are text
     optimizer = optimizer_of(model, variant)
     state = GlobalState(config, num_microbatches=variant.accumulation, world=world)
     loader = TrainLoader(
@@ -273,7 +285,7 @@ def _by_hand(config: ConfigContainer, layout: Layout, variant: Variant, watch: W
     manager.add(watch)
     torch.manual_seed(100 + world.data.rank)
     forward_step = _step if variant.loss == "step" else _step_of_model
-    train(forward_step, [model], optimizer, None, loader, None, state, callback_manager=manager)
+    train(forward_step, model, optimizer, None, loader, None, state, callback_manager=manager)
     world.close()
 
 
@@ -358,10 +370,16 @@ def counted() -> Iterator[None]:
 
         return called
 
+    def passed_on(operations: list[dist.P2POp], *args: Any, **kwargs: Any) -> Any:
+        SENT["send"] += sum(one.tensor.nbytes for one in operations if one.op is dist.isend)
+        return passes(operations, *args, **kwargs)
+
+    passes, schedules._batch_p2p = schedules._batch_p2p, passed_on
     for name, own in kept.items():
         setattr(dist, name, counts(name, own))
     try:
         yield
     finally:
+        schedules._batch_p2p = passes
         for name, own in kept.items():
             setattr(dist, name, own)

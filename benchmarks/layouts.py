@@ -30,6 +30,7 @@ import torch
 
 from layout_names import IN_BF16, IN_MXFP8, LAYOUTS, MASTERS, VARIANTS, Layout, Variant
 from layout_rows import run_row
+from stage_layouts import held_in_stages, sent_in_stages
 from tensor_layouts import held_in_tensors, sent_in_tensors
 
 COMPILED = "fsdp2 compiled"
@@ -103,6 +104,8 @@ _SMALL_SUMS = 3 + 1
 def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
     """Bytes of a step by kind: see "Going distributed"."""
     keys = dict(key.split("=") for key in layout.keys)
+    if layout.stage_ranks > 1:
+        return sent_in_stages(layout, variant, shapes, names)
     if layout.tensor_ranks > 1:
         return sent_in_tensors(layout, variant, shapes, names)
     if _divides_updates(keys):
@@ -133,6 +136,8 @@ def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: l
 def held_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
     """Bytes of rank 0: 4 for each parameter, 4 for its gradient, 8 for AdamW's state, in shards of whole rows."""
     keys = dict(key.split("=") for key in layout.keys)
+    if layout.stage_ranks > 1:
+        return held_in_stages(layout, variant, shapes, names)
     if layout.tensor_ranks > 1:
         return held_in_tensors(layout, variant, shapes, names)
     if _divides_updates(keys):  # the gradients are in buffers, and no longer those of the parameters
@@ -183,14 +188,15 @@ def compared(
         along: what rank 0 found where each step began with the parameters of one process.
     """
     (alone, weights), (found, own) = one, row
+    whole = alone if layout.stage_ranks > 1 else found  # a rank with stages has some of the parameters
     return Compared(
         loss=_apart(alone["losses"], found["losses"]),
         norm=_apart(alone["norms"], found["norms"]),
         parameters=max(float((weights[name] - own[name]).abs().max()) for name in weights),
         sent=found["sent"],
-        sent_in_theory=sent_in_theory(layout, variant, found["shapes"], found["names"]),
+        sent_in_theory=sent_in_theory(layout, variant, whole["shapes"], whole["names"]),
         held=found["held"],
-        held_in_theory=held_in_theory(layout, variant, found["shapes"], found["names"]),
+        held_in_theory=held_in_theory(layout, variant, whole["shapes"], whole["names"]),
         along=None
         if along is None
         else (_apart(alone["losses"], along["losses"]), _apart(alone["norms"], along["norms"])),
@@ -212,13 +218,22 @@ def has_second_run(layout: str) -> bool:
 
 def alone_of(layout: str, variant: str) -> tuple[str, Variant]:
     """What a row is compared with: one process, but for dropout, whose masks are those of each share of the samples."""
-    chosen = VARIANTS[variant]
+    chosen = variant_of(layout, variant)
     if variant == "dropout" and LAYOUTS[layout].data_ranks > 1:
         return f"ddp{LAYOUTS[layout].data_ranks}", chosen
     is_alike = chosen.same_micro_batches
     return "one MXFP8" if IN_MXFP8 in LAYOUTS[layout].keys else "one", replace(
         chosen, accumulation=chosen.accumulation * LAYOUTS[layout].data_ranks
     ) if is_alike else chosen
+
+
+def variant_of(layout: str, variant: str) -> Variant:
+    """What a row trains: of a pipeline four layers, and as many micro-batches as its schedule runs."""
+    chosen = VARIANTS[variant]
+    if LAYOUTS[layout].stage_ranks == 1:
+        return chosen
+    accumulation = 4 if LAYOUTS[layout].data_ranks == 1 else 3
+    return replace(chosen, keys=(*chosen.keys, "model.num_layers=4"), accumulation=accumulation)
 
 
 def run(
@@ -295,7 +310,7 @@ def main() -> None:
     variants = chosen.variants.split(",") if chosen.variants else list(VARIANTS)
     print("loss, norm: largest relative difference from one process; sent: bytes of a step in units of the parameters'")
     print(
-        f"{'layout':19}{'variant':14}{'loss':>9}{'norm':>9}{'weights':>9}{'gather':>8}{'scatter':>8}{'reduce':>8}{'held':>7}"
+        f"{'layout':19}{'variant':14}{'loss':>9}{'norm':>9}{'weights':>9}{'gather':>8}{'scatter':>8}{'reduce':>8}{'send':>8}{'held':>7}"
     )
     ended_well = True
     with tempfile.TemporaryDirectory() as directory:
@@ -319,20 +334,33 @@ def main() -> None:
                     run_alone = run(LAYOUTS[reference[0]], reference[1], chosen.steps, alone, keeps_starts=True)
                     known[key] = run_alone, str(alone / STARTS)
                 one, starts = known[key]
-                row = run(LAYOUTS[layout], VARIANTS[variant], chosen.steps, place)
+                trained = variant_of(layout, variant)
+                try:
+                    row = run(LAYOUTS[layout], trained, chosen.steps, place)
+                except RuntimeError as error:
+                    if (refusal := _refusal_in(str(error))) is None:
+                        raise
+                    print(f"{layout:19}{variant:14} refused: {refusal}", flush=True)
+                    continue
                 along = None
                 if has_second_run(layout):
                     own = place.with_name(f"{place.name} along")
                     along, _ = run(LAYOUTS[layout], VARIANTS[variant], chosen.steps, own, along=starts)
-                found = compared(LAYOUTS[layout], VARIANTS[variant], one, row, along)
-                ended_well &= _print(layout, variant, found, row[0]["shapes"])
+                found = compared(LAYOUTS[layout], trained, one, row, along)
+                ended_well &= _print(layout, variant, found, one[0]["shapes"])
     sys.exit(not ended_well)
+
+
+def _refusal_in(text: str) -> str | None:
+    """What a row's configuration is refused with, if that is what ended it."""
+    lines = [line for line in text.splitlines() if "ConfigError: " in line]
+    return lines[-1].partition("ConfigError: ")[2] if lines else None
 
 
 def _print(layout: str, variant: str, found: Compared, shapes: list[Any]) -> bool:
     whole = _padded(shapes, 1)
-    sent = "".join(f"{found.sent.get(kind, 0) / whole:8.3f}" for kind in ("gather", "scatter", "reduce"))
-    outside = found.outside(LAYOUTS[layout], VARIANTS[variant])
+    sent = "".join(f"{found.sent.get(kind, 0) / whole:8.3f}" for kind in ("gather", "scatter", "reduce", "send"))
+    outside = found.outside(LAYOUTS[layout], variant_of(layout, variant))
     apart = f"{found.loss:9.1e}{found.norm:9.1e}{found.parameters:9.1e}"
     held = sum(found.held.values()) / whole
     print(f"{layout:19}{variant:14}{apart}{sent}{held:7.3f}  {'; '.join(outside) or 'as in theory'}", flush=True)

@@ -42,7 +42,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel
 
 from divided_by_hand import DividedByHand
-from layout_names import LAYOUTS, PIPELINES, Layout
+from layout_names import LAYOUTS, Layout
 from local_ranks import start_ranks
 from onstep import Callback, CallbackManager
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides
@@ -357,7 +357,7 @@ def main() -> int:
     for model in options.models.split(","):
         for layout in options.layouts.split(","):
             row = f"{layout}, {model}"
-            of_row = {**LAYOUTS, **PIPELINES}[layout]
+            of_row = LAYOUTS[layout]
             arguments = (row, of_row, WORKLOADS[model], options.rounds, options.clock, options.profile)
             try:
                 start_ranks(run, of_row.ranks, *arguments)

@@ -41,6 +41,13 @@ def _parts(name: str, layout: Layout, variant: Variant) -> int:
     return min(int(groups), layout.tensor_ranks) if is_of_group else layout.tensor_ranks
 
 
+def held_of_rank(name: str, shape: list[int], layout: Layout, variant: Variant, shards: int) -> int:
+    """Elements of a parameter on rank 0 of ranks that divide tensors, or only have shards."""
+    if layout.tensor_ranks > 1:
+        return _held(name, shape, _parts(name, layout, variant), shards)
+    return math.ceil(shape[0] / shards) * math.prod(shape[1:])
+
+
 def _held(name: str, shape: list[int], ranks: int, shards: int) -> int:
     """Elements of a parameter on rank 0, of which ranks have as many parts."""
     sizes, dim = _of_tensor_rank(name, shape, ranks), _divided(name)

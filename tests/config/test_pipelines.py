@@ -140,13 +140,26 @@ def test_numbers_of_micro_batches_are_those_that_torch_runs() -> None:
         ({"model__num_layers": 5}, r"^model.num_layers=5 cannot be divided into 2 equal stages"),
         ({"ddp__use_distributed_optimizer": True, "optimizer__use_distributed_optimizer": True},
          r"^ddp.use_distributed_optimizer=true is not supported with \S+=2, schedule 1F1B; set it to false"),
-        ({"peft__peft_scheme": "lora"}, r"^peft.peft_scheme=lora is not supported with .*; set it to null, or"),
-        ({"train__torch_compile": True}, r"^train.torch_compile=true is not supported with"),
-        ({"model__num_moe_experts": 4}, r"^model.num_moe_experts=4 is not supported with"),
-        ({"optimizer__optimizer": "muon"}, r"^optimizer.optimizer=muon is not .*; set it to adam or adamw"),
+        (
+            {"peft__peft_scheme": "lora", "model__hf_config": {"num_hidden_layers": 4}},
+            r"^peft.peft_scheme=lora is not supported with models of transformers, parallel.*; set it to null, or the",
+        ),
+        ({"optimizer__optimizer": "adamw_8bit"}, r"^optimizer.optimizer=adamw_8bit is not .*; set it to adam or adamw"),
         (
             {"model__recompute_granularity": "selective", "parallel__pipeline_schedule": "DualPipeV"},
-            r"^model.recompute_granularity=selective is not .*=DualPipeV, which goes back .* twice; set it to full, or",
+            r"^model.recompute_granularity=selective is not .* DualPipeV, whose back.* halves; set it to null or full",
+        ),
+        (
+            {"model__mtp_num_layers": 1, "parallel__pipeline_schedule": "ZBVZeroBubble"},
+            r"^model.mtp_num_layers=1 is not .*ZBVZeroBubble, whose back.* halves; set it to null or 0",
+        ),
+        (
+            {"model__mtp_num_layers": 1, "model__position_embedding_type": "learned_absolute"},
+            r"^model.position_embedding_type=learned_absolute is not .* no table of positions; set it to rope, or",
+        ),
+        (
+            {"model__moe_router_load_balancing_type": "global_aux_loss", "model__recompute_granularity": "full"},
+            r"^model.moe_router_load_balancing_type=global_aux_loss counts .*set one of them to null or aux_loss",
         ),
     ],
 )  # fmt: skip

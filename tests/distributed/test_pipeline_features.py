@@ -21,12 +21,22 @@ LONG = ["model.seq_length=256", "dataset.seq_length=256", "train.micro_batch_siz
 TAIL = ["train.train_iters=null", "train.num_epochs=1", "train.drop_last=false", *LONG]
 BF16, QK = "mixed_precision=bf16_mixed", "model.qk_layernorm=true"
 FULL, SELECTIVE = "model.recompute_granularity=full", "model.recompute_granularity=selective"
+LORA = ["checkpoint.pretrained_checkpoint=BASE", "peft.peft_scheme=lora", "peft.dim=4", "peft.dropout=0.1"]
+COMPILED = ["train.torch_compile=true", "train.torch_compile_backend=aot_eager"]
+MUON, LOGIT = "optimizer.optimizer=muon", "model.log_max_attention_logit=true"
+EXPERTS = ["model.num_moe_experts=4", "model.moe_aux_loss_coeff=0.05", "model.moe_z_loss_coeff=0.001"]
+BIAS = ["model.moe_router_enable_expert_bias=true", "model.moe_router_score_function=sigmoid"]
+GLOBAL = ["model.moe_router_load_balancing_type=[seq_aux_loss,global_aux_loss]", "model.moe_aux_loss_coeff=[0.01,0.02]"]
+SOME, MORE = "model.moe_layer_freq=[1,0,0,1]", "model.mtp_num_layers=2"
+TIED = "model.share_embeddings_and_output_weights=true"
 ONE, V = "parallel.pipeline_schedule=1F1B", "parallel.pipeline_schedule=ZBVZeroBubble"
 TWO = "parallel.virtual_pipeline_model_parallel_size=2"
 Row = tuple[list[str], str]
 
 
-def trained(processes: Processes, directory: Path, rows: list[Row], ranks: int, *keys: str) -> list[dict[str, Any]]:
+def trained(
+    processes: Processes, directory: Path, rows: list[Row], ranks: int, *keys: str, name: str = ""
+) -> list[dict[str, Any]]:
     """What each run found, the same on all ranks."""
     corpus = directory / "corpus"
     corpus.mkdir(exist_ok=True)
@@ -34,7 +44,7 @@ def trained(processes: Processes, directory: Path, rows: list[Row], ranks: int, 
     for number, paragraph in enumerate(text.split("\n\n")):
         (corpus / f"{number:03}.txt").write_text(paragraph)
     settings = {"corpus": str(corpus), "cache": str(directory / "cache"), "output": str(directory / "runs")}
-    settings |= {"name": f"of-{ranks}", "steps": 4, "keys": [*keys], "rows": rows}
+    settings |= {"name": name or f"of-{ranks}", "steps": 4, "keys": [*keys], "rows": rows}
     [found, *others] = processes.results(JOBS, "runs", directory, settings, ranks=ranks)
     assert all(repr(other) == repr(found) for other in others)
     return list(found)
@@ -48,17 +58,19 @@ def check(processes: Processes, directory: Path, rows: list[Row], ranks: int = 2
     for row, there, one in zip(rows, trained(processes, directory, rows, ranks, size, *keys), single, strict=True):
         assert bool(one["texts"]) == bool(one["evaluated"]), row
         assert [there["end"], there["texts"]] == [one["end"], one["texts"]], row
-        for name in ("losses", "norms", "evaluated"):
+        for name in ("losses", "norms", "evaluated", "logits", "experts"):
             assert there[name] == pytest.approx(one[name], rel=1e-5, nan_ok=True), (row, name)
 
 
 def test_what_one_process_trains_with_a_pipeline_does_too(processes: Processes, tmp_path: Path) -> None:
-    """Dropout among documents with recomputation; bfloat16, a ramp-up; the tail of an epoch; NaN in one stage."""
+    """Dropout among documents, Muon; bfloat16, a ramp-up; an epoch's tail; experts and more tokens, NaN in one stage;
+    LoRA of the first."""
     rows: list[Row] = [
-        ([*DROPOUT, *DOCUMENTS, *LEARNED, SELECTIVE, TWO], ""),
-        ([*DROPOUT, *RAMP_UP, BF16, QK, FULL, V], ""),
+        ([*DROPOUT, *DOCUMENTS, SELECTIVE, TWO, MUON, LOGIT], ""),
+        ([*DROPOUT, *RAMP_UP, *LEARNED, BF16, QK, FULL, V], ""),
         (TAIL, ""),
-        (["train.on_nonfinite=skip", *DECAY], "nan"),
+        (["train.on_nonfinite=skip", *DECAY, *EXPERTS, MORE], "nan"),
+        ([*LORA, *DROPOUT], ""),
     ]
     check(processes, tmp_path, rows)
 
@@ -66,7 +78,7 @@ def test_what_one_process_trains_with_a_pipeline_does_too(processes: Processes, 
 def test_all_ranks_generate_what_one_process_does(processes: Processes, tmp_path: Path) -> None:
     """Chosen and drawn tokens, beyond the window, with an end; in stages one after the other, interleaved, in a V."""
     dynamic = "model.rope_scaling={rope_type: dynamic, factor: 2.0}"
-    rows = [[ONE, *LEARNED], [TWO, dynamic], [V, "model.share_embeddings_and_output_weights=true"]]
+    rows = [[ONE, *LEARNED], [TWO, dynamic], [V, TIED]]
     check_generation(processes, tmp_path, rows, 2)
 
 
@@ -84,7 +96,15 @@ def check_generation(processes: Processes, directory: Path, rows: list[list[str]
 @pytest.mark.slow
 def test_each_feature_by_itself(processes: Processes, tmp_path: Path) -> None:
     alone = [DROPOUT, DOCUMENTS, LEARNED, DECAY, RAMP_UP, TAIL, [BF16], [QK], [FULL], [SELECTIVE]]
-    check(processes, tmp_path, [(keys, "") for keys in alone])
+    alone += [[MUON, V], [LOGIT, V], COMPILED, [*COMPILED, V], [*LORA, V]]
+    alone += [
+        [*EXPERTS, V, FULL, *DROPOUT],
+        [*EXPERTS, *BIAS, TWO],
+        [*EXPERTS, *GLOBAL, SOME],
+        [MORE, TIED],
+        [MORE, *DROPOUT],
+    ]
+    check(processes, tmp_path, [([], ""), *((keys, "") for keys in alone)])
 
 
 @pytest.mark.slow
@@ -98,3 +118,16 @@ def test_what_ends_or_turns_back_a_run_does_so_on_all_ranks_at_one_step(processe
     decided = [(f"train.on_nonfinite={way}", "nan") for way in ("stop", "raise", "rollback")]
     asked = [("train.on_nonfinite=raise", way) for way in ("sigterm", "stop", "rollback")]
     check(processes, tmp_path, [([key, ONE], trouble) for key, trouble in [*decided, *asked]])
+
+
+@pytest.mark.slow
+def test_a_run_of_a_pipeline_goes_on_in_one_process_and_back(processes: Processes, tmp_path: Path) -> None:
+    kinds = [[], [*EXPERTS, *BIAS, MORE, *DROPOUT], [*LORA, *DROPOUT], [MUON, TIED]]
+    whole = trained(processes, tmp_path, [(keys, "") for keys in kinds], 1)
+    size, found = "parallel.pipeline_model_parallel_size=2", []
+    for ranks, own in ((2, [size, "train.exit_interval=1"]), (1, ["train.exit_interval=3"]), (2, [size, TWO])):
+        found.append(trained(processes, tmp_path, [([*keys, *own], "") for keys in kinds], ranks, name="there"))
+    for number, one in enumerate(whole):
+        for name in ("losses", "norms", "experts"):
+            there = [value for piece in found for value in piece[number][name]]
+            assert there == pytest.approx(one[name], rel=1e-5), (number, name)

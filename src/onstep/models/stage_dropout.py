@@ -65,6 +65,8 @@ class StageDropout:
         self._before, self._after = before, after
         self.draws = any(one.widths or one.heads for one in (*before, *own, *after))
         """Whether the model drops anything in training."""
+        self.is_shared = True
+        """Whether a stage on a CPU draws from the stream of all; else by a seed from it."""
         self._seeds = HeadShare(stage, stages)
 
     @contextmanager
@@ -75,7 +77,7 @@ class StageDropout:
             tokens: (batch, seq), as on all stages.
             context: of these sequences.
         """
-        if tokens.device.type != "cpu":
+        if tokens.device.type != "cpu" or not self.is_shared:
             with self._seeds.own_stream(tokens.device):
                 yield
             return

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from onstep.config import ModelConfig
 from onstep.distributed.pipeline.seats import Seat
 from onstep.distributed.pipeline.whole import WholePipeline
 from onstep.errors import ConfigError
@@ -33,7 +34,7 @@ class TransformerStage(Transformer):
     Args:
         whole: the model, whose modules it uses.
         seat: which stage it is.
-        embedding: of the first stage, where that is on this rank too; the last stage of a tied model uses it.
+        embedding: of the first stage, where that is on this rank too; the last stage may use it.
     """
 
     def __init__(self, whole: Transformer, seat: Seat, embedding: nn.Embedding | None = None) -> None:
@@ -43,10 +44,10 @@ class TransformerStage(Transformer):
         self.input_tensor: Tensor | None = None
         self.pipeline: WholePipeline | None = None
         """All stages, by which it generates; None in one process."""
-        is_tied = whole.output is None and seat.is_last and not seat.is_first
-        self.copies_embedding = is_tied and embedding is None
+        uses = has_embedding_at_both_ends(whole.config) and seat.is_last and not seat.is_first
+        self.copies_embedding = uses and embedding is None
         """Whether its embedding is a copy of that of the first stage, which is on another rank and counts it."""
-        if seat.is_first or is_tied:
+        if seat.is_first or uses:
             self.embedding = whole.embedding if embedding is None else embedding
         if self.copies_embedding:
             self.embedding.weight.shared = True  # type: ignore[attr-defined]
@@ -57,7 +58,7 @@ class TransformerStage(Transformer):
         for index in seat.layers:
             self.layers.add_module(str(index), whole.layers[index])
         self.final_norm = whole.final_norm if seat.is_last else nn.Identity()
-        self.mtp, self.vocabulary = None, None
+        self.mtp, self.vocabulary = whole.mtp if seat.is_last else None, None
         self.whole_shapes = {name: tuple(one.shape) for name, one in whole.state_dict().items()}
         """The shapes of all weights of the model, in its order."""
         self.aliases: dict[str, str] = {}
@@ -80,7 +81,7 @@ class TransformerStage(Transformer):
     @property
     def tied_weights(self) -> tuple[str, ...]:
         """The names of the parameters that the first stage and the last have both."""
-        return ("embedding.weight",) if self.config.share_embeddings_and_output_weights else ()
+        return ("embedding.weight",) if has_embedding_at_both_ends(self.config) else ()
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -182,6 +183,11 @@ class TransformerStage(Transformer):
         )
 
 
+def has_embedding_at_both_ends(config: ModelConfig) -> bool:
+    """Whether the last stage uses the embedding too: for the logits, or to predict more tokens."""
+    return config.share_embeddings_and_output_weights or bool(config.mtp_num_layers)
+
+
 def _stream_of(whole: Transformer, seat: Seat) -> StageDropout:
     """What a stage and the others draw in a forward pass."""
     first = Draws((whole.config.hidden_size,) if whole.dropout.p else ())
@@ -189,6 +195,8 @@ def _stream_of(whole: Transformer, seat: Seat) -> StageDropout:
     own = layers[seat.layers.start : seat.layers.stop]
     before, after = [first, *layers[: seat.layers.start]], layers[seat.layers.stop :]
     before, own = ([], [first, *own]) if seat.is_first else (before, own)
+    for depth in [] if whole.mtp is None else whole.mtp.depths:
+        (own if seat.is_last else after).extend([first, Draws.of(depth.layer)])
     return StageDropout(before, after, own, seat.stage, seat.num_stages)
 
 

@@ -23,6 +23,8 @@ from onstep.events.context import unwrap
 from onstep.models.hf.any_directory import build_model
 from onstep.training import GlobalState, train
 from onstep.training.compute.step import LastStep
+from onstep.training.experts.experts import Experts
+from onstep.training.experts.moe_log import step_losses
 from onstep.training.setup.final_weights import whole_of_stages
 from onstep.training.setup.model_and_data import cut_into_stages
 from onstep.training.setup.placement import place
@@ -56,6 +58,8 @@ class Curve(Callback):
         self.norms: list[float] = []
         self.zeros: list[int] = []
         self.micro_losses: list[list[float | None]] = []
+        self.logits: list[float] = []
+        self.experts: list[float] = []
 
     def on_train_step_start(self, context: Any) -> None:
         self.micro_losses.append([])
@@ -68,6 +72,8 @@ class Curve(Callback):
         self.losses.append(float(step.total.value()))
         self.own.append(float(step.loss))
         self.norms.append(-1.0 if context.grad_norm is None else float(context.grad_norm))  # of an overflow
+        self.logits += [] if step.max_attention_logit is None else [float(step.max_attention_logit)]
+        self.experts += [float(loss) for loss in step_losses(context.state.features.find(Experts)).values()]
         self.zeros.append(-1 if step.num_zeros is None else int(step.num_zeros))
 
 

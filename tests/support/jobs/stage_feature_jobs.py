@@ -68,7 +68,8 @@ def run(settings: dict[str, Any], number: int, keys: list[str], trouble: str = "
     config.validation.eval_interval, config.validation.eval_iters = 3, 2
     config.logger.log_interval, config.checkpoint.save_interval = 1, 2
     config.run.output_dir, config.run.name = settings["output"], f"{settings['name']}-{number}"
-    apply_overrides(config, ["logger.console=quiet", *settings["keys"], *keys])
+    given = [key.replace("BASE", f"{settings['output']}/of-1-0") for key in [*settings["keys"], *keys]]
+    apply_overrides(config, ["logger.console=quiet", *given])
     curve, evaluated, end = Curve(), Evaluated(), ""
     texts = TextgenCallback(None, ["The", "a license"], max_new_tokens=4)
     try:
@@ -76,10 +77,11 @@ def run(settings: dict[str, Any], number: int, keys: list[str], trouble: str = "
     except SystemExit as left:
         end = f"exit {left.code}"
     except OnstepError as error:
-        end = type(error).__name__
+        end = str(error) if os.environ.get("SAY") else type(error).__name__
     with suppress(ValueError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    found = {"losses": curve.losses, "norms": curve.norms, "evaluated": evaluated.found}
+    found = {"losses": curve.losses, "norms": curve.norms, "evaluated": evaluated.found, "logits": curve.logits}
+    found["experts"] = curve.experts
     samples = Path(config.run.output_dir) / config.run.name / FILE_NAME
     lines = [json.loads(line) for line in samples.read_text().splitlines()] if samples.exists() else []
     return {**found, "end": end, "texts": [[line["prompt"], line["text"]] for line in lines]}

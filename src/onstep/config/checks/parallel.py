@@ -49,18 +49,23 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
     if pp == 1:
         return
     schedule = schedule_of(parallel)
-    for key, usual in _NOT_IN_A_PIPELINE.items():
-        value: Any = attrgetter(key)(config)
-        if value not in usual:
-            remedy = " or ".join(dict.fromkeys(_written(one) for one in usual))
-            raise ConfigError(
-                f"{key}={_written(value)} is not supported with parallel.pipeline_model_parallel_size={pp}, schedule "
-                f"{schedule.name}; set it to {remedy}, or the size to 1."
-            )
-    if config.model.recompute_granularity == "selective" and schedule.halves_backward:
+    where = f"parallel.pipeline_model_parallel_size={pp}, schedule {schedule.name}"
+    _check_values(config, _NOT_IN_A_PIPELINE, where)
+    if config.model.hf_config is not None:
+        _check_values(config, _NOT_OF_TRANSFORMERS, f"models of transformers, {where}")
+    if schedule.halves_backward:
+        _check_values(config, _NOT_IN_HALVES, f"{where}, whose backward passes come in halves")
+    if config.model.mtp_num_layers and config.model.position_embedding_type == "learned_absolute":
         raise ConfigError(
-            f"model.recompute_granularity=selective is not supported with parallel.pipeline_schedule={schedule.name}, "
-            f"which goes back through an activation twice; set it to full, or the schedule to 1F1B or Interleaved1F1B."
+            f"model.position_embedding_type=learned_absolute is not supported with model.mtp_num_layers and {where}, "
+            f"whose last stage has no table of positions; set it to rope, or mtp_num_layers to null."
+        )
+    balancing, recomputes = config.model.moe_router_load_balancing_type, config.model.recompute_granularity
+    if recomputes and "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing):
+        raise ConfigError(
+            f"model.moe_router_load_balancing_type=global_aux_loss counts the choices up to a micro-batch, which "
+            f"model.recompute_granularity={recomputes} would do later than others in a pipeline; set one of them to "
+            f"null or aux_loss."
         )
     if schedule.chunks == "two" and config.model.share_embeddings_and_output_weights and _divides_model(config, ranks):
         raise ConfigError(
@@ -94,6 +99,16 @@ def _divides_model(config: ConfigContainer, ranks: int) -> bool:
     return config.parallel.data_parallel_shard_size != 1 and config.parallel_sizes(ranks).dp_shard > 1
 
 
+def _check_values(config: ConfigContainer, supported: dict[str, tuple[Any, ...]], where: str) -> None:
+    for key, usual in supported.items():
+        value: Any = attrgetter(key)(config)
+        if value not in usual:
+            remedy = " or ".join(dict.fromkeys(_written(one) for one in usual))
+            raise ConfigError(
+                f"{key}={_written(value)} is not supported with {where}; set it to {remedy}, or the size to 1."
+            )
+
+
 def _num_layers(config: ConfigContainer) -> int | None:
     """The layers of the model, by the section `model` or its `hf_config`; None if that does not say."""
     content = config.model.hf_config
@@ -113,15 +128,18 @@ _OFF: tuple[Any, ...] = (False,)
 _NOT_IN_A_PIPELINE: dict[str, tuple[Any, ...]] = {
     "ddp.sync_each_micro_batch": (None, False),
     "ddp.use_distributed_optimizer": _OFF,
-    "model.num_moe_experts": (None,),
-    "model.mtp_num_layers": (None, 0),
-    "model.log_max_attention_logit": _OFF,
     "model.offload_activations": _OFF,
-    "peft.peft_scheme": (None,),
-    "train.torch_compile": _OFF,
-    "optimizer.optimizer": ("adam", "adamw", "sgd"),
+    "peft.base_quantization": (None,),
+    "optimizer.optimizer": ("adam", "adamw", "sgd", "muon"),
 }
 """The keys that a pipeline does not support, each with the values that it does."""
+_NOT_IN_HALVES: dict[str, tuple[Any, ...]] = {
+    "model.recompute_granularity": (None, "full"),
+    "model.mtp_num_layers": (None, 0),
+}
+"""The same where gradients of weights are computed later: results are kept for one pass, a weight is used once."""
+_NOT_OF_TRANSFORMERS: dict[str, tuple[Any, ...]] = {"peft.peft_scheme": (None,), "train.torch_compile": _OFF}
+"""The same for those that it supports for Onstep's transformer only."""
 
 
 def _check_distributed_optimizer(config: ConfigContainer) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules
 
 from onstep.config.pipelines import Schedule
 from onstep.distributed.pipeline.seats import seat_of
-from onstep.distributed.pipeline.stage import Stage
+from onstep.distributed.pipeline.stage import FurtherLosses, Stage
 from onstep.distributed.world import World
 
 _MOST_PLANS = 8
@@ -35,6 +35,7 @@ class Passes:
         forward: the forward pass of a micro-batch through a chunk; on the last stage it returns the loss.
         backward: calls a backward pass; for wrappers of it.
         after_backward: called with the number of a micro-batch whose gradients a chunk has in full.
+        further: losses of layers, in training; None on all ranks for none.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Passes:
         forward: ChunkForward,
         backward: Callable[[Callable[[], None]], None] = lambda work: work(),
         after_backward: Callable[[int], None] = lambda index: None,
+        further: FurtherLosses | None = None,
     ) -> None:
         self._schedule, self._dtype, self._num_ranks = schedule, dtype, world.sizes.pp
         self._plans: dict[int, Any] = {}
@@ -66,6 +68,7 @@ class Passes:
                     forward=partial(forward, number),
                     backward=backward,
                     after_backward=after_backward,
+                    further=further,
                 )
             )
         self.has_loss: bool = any(stage.is_last for stage in self._stages)

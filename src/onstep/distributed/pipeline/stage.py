@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,21 @@ Forward = Callable[[int, Tensor | None], Tensor]
 """(number of the micro-batch, what the stage before has computed, if any); what is sent on, or the loss."""
 
 
+class FurtherLosses(Protocol):
+    """Losses of layers, which the last stage adds to its own: their sum goes from stage to stage."""
+
+    factor: Tensor | float
+    """What their sum is multiplied by; of the micro-batch that the last stage has just computed."""
+
+    def begin(self) -> None:
+        """A forward pass of a stage begins."""
+        ...
+
+    def collected(self) -> list[Tensor]:
+        """Those of the forward pass that ends, 0-d each."""
+        ...
+
+
 class _Call(nn.Module):
     """What torch calls for a stage: the chunk's weights, and the pass of a micro-batch."""
 
@@ -34,6 +49,8 @@ class _Call(nn.Module):
         self.index = 0
         self.error: BaseException | None = None
         """What a pass raised, which torch replaces by an error of its own."""
+        self.further: FurtherLosses | None = None
+        self.is_last = False
         self._forward = forward
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -44,12 +61,23 @@ class _Call(nn.Module):
         """
         return self.shards.parameters()
 
-    def forward(self, *received: Tensor) -> Tensor:
+    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         try:
-            return self._forward(self.index, received[0] if received else None)
+            if self.further is None:
+                return self._forward(self.index, received[0] if received else None)
+            return self._with_further(self.further, received)
         except BaseException as error:
             self.error = error
             raise
+
+    def _with_further(self, further: FurtherLosses, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
+        further.begin()
+        result = self._forward(self.index, received[0] if received else None)
+        kind = torch.promote_types(result.dtype, torch.float32)
+        before = received[1] if received else torch.zeros(1, dtype=kind, device=result.device, requires_grad=True)
+        parts = [before, *(one.to(before).reshape(1) for one in further.collected())]
+        total = torch.stack(parts).sum(0)  # no view: torch detaches it in place
+        return result + (total.squeeze(0) * further.factor).to(result) if self.is_last else (result, total)
 
 
 class Stage(PipelineStage):
@@ -69,6 +97,7 @@ class Stage(PipelineStage):
         forward: the forward pass of a micro-batch.
         backward: calls a backward pass; for wrappers of it.
         after_backward: called with the number of a micro-batch whose gradients are complete here.
+        further: losses of layers; None for none.
     """
 
     def __init__(
@@ -82,8 +111,10 @@ class Stage(PipelineStage):
         forward: Forward,
         backward: Callable[[Callable[[], None]], None],
         after_backward: Callable[[int], None],
+        further: FurtherLosses | None = None,
     ) -> None:
         self.call = _Call(chunk, forward)
+        self.call.is_last, self._further = seat.is_last, further
         super().__init__(self.call, seat.stage, seat.num_stages, device, group=group)
         self.stage_index_to_group_rank = dict(enumerate(ranks))
         self._backward, self._after_backward = backward, after_backward
@@ -99,29 +130,31 @@ class Stage(PipelineStage):
             has_backward: whether gradients come back.
         """
         self.has_backward, self._num_left = has_backward, len(shapes)
+        self.call.further = self._further if has_backward else None
         if has_backward:
             self.call.shards.begin()
         expected = (*shapes, dtype, has_backward)
         if expected == self._expected:
             return
         self._expected, self.chunks, meta = expected, len(shapes), self._stage_meta
-        self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
+        kinds = [torch.promote_types(dtype, torch.float32)] if self.call.further is not None else []
+        self.act_send_info = {one: [] if self.is_last else [self.stage_index + 1] for one in range(1 + len(kinds))}
         self.args_recv_info.clear()
         self.grad_recv_info.clear()
         self.grad_send_info = None
         for index, shape in enumerate(shapes):
-            sent = extract_tensor_meta(torch.empty(shape, dtype=dtype, device="meta", requires_grad=has_backward))
-            gradient = extract_tensor_meta(torch.empty(shape, dtype=dtype, device="meta"))
-            meta.inputs = () if self.is_first else (sent,)
-            meta.outputs, meta.output_grads, meta.input_grads = (sent,), (gradient,), (gradient,)
-            received = []
-            if not self.is_first:
-                received.append(_RecvInfo(f"hidden_{self.stage_index}", self.stage_index - 1, None, sent))
-            self.args_recv_info[index] = tuple(received)
-            following = (
-                [] if self.is_last else [_RecvInfo(f"grad_{self.stage_index}", self.stage_index + 1, None, gradient)]
-            )
-            self.grad_recv_info[index] = tuple(following)
+            moved = [(shape, dtype), *(((1,), kind) for kind in kinds)]
+            sent = tuple(_outline(*one, has_backward) for one in moved)
+            gradients = tuple(_outline(*one, False) for one in moved)
+            meta.inputs = () if self.is_first else sent
+            meta.outputs, meta.output_grads, meta.input_grads = sent, gradients, gradients
+            self.args_recv_info[index] = self._awaited("hidden", self.stage_index - 1, meta.inputs)
+            self.grad_recv_info[index] = self._awaited("grad", self.stage_index + 1, () if self.is_last else gradients)
+
+    def _awaited(self, name: str, source: int, metas: tuple[Any, ...]) -> tuple[_RecvInfo, ...]:
+        return tuple(
+            _RecvInfo(f"{name}_{number}_{self.stage_index}", source, None, meta) for number, meta in enumerate(metas)
+        )
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What receives the hidden states of a micro-batch, for which it makes room.
@@ -222,3 +255,7 @@ def _give_up(received: Sequence[_RecvInfo]) -> None:
     """Hold what was received no longer than what computes with it."""
     for one in received:
         one.buffer = None
+
+
+def _outline(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Any:
+    return extract_tensor_meta(torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad))

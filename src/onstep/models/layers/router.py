@@ -145,10 +145,13 @@ class Router(nn.Module):
         losses = self.losses(logits) if torch.is_grad_enabled() else {}
         if self.step.counts and not self.is_repeated:
             self._count(logits, routing, losses)
+        further = [loss * self.coefficients[name] for name, loss in losses.items() if self.coefficients[name]]
+        if self.step.collected is not None:
+            self.step.collected += [] if is_recomputing() else further
+            return routing
         weights = routing.weights
-        for name, loss in losses.items():
-            if self.coefficients[name]:
-                weights = with_auxiliary_loss(weights, loss * self.coefficients[name], self.step)
+        for loss in further:
+            weights = with_auxiliary_loss(weights, loss, self.step)
         return replace(routing, weights=weights)
 
     def logits(self, x: Tensor) -> Tensor:

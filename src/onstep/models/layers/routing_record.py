@@ -30,6 +30,9 @@ class RoutingStep:
         """Factor of the auxiliary losses in the backward pass, like the initial gradient of the main loss."""
         self.counts = True
         """Whether forward passes count; False for filler micro-batches."""
+        self.collected: list[Tensor] | None = None
+        """The auxiliary losses of the routers, with their coefficients, for a caller that adds them to the loss itself,
+        as the stages of a pipeline do; None to add their gradients here."""
         self.is_replay = False
         """Whether micro-batches are rerun to diagnose a step: nothing is counted, and there is no communication."""
         self.group: ProcessGroup | None = None

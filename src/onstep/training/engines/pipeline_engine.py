@@ -12,6 +12,7 @@ from onstep.distributed.pipeline.seats import seat_of
 from onstep.errors import ConfigError
 from onstep.training.compute.losses import NO_GRADIENT, MicroLoss, read_loss
 from onstep.training.compute.step import MicroBatches, Step, mean_loss
+from onstep.training.engines.auxiliary_losses import AuxiliaryLosses
 from onstep.training.feature import Need
 from onstep.training.stages import forward_backward as compute
 from onstep.training.stages.job import Job
@@ -37,8 +38,13 @@ class PipelineEngine:
         seats = [seat_of(chunk) for chunk in self.staged.chunks]
         self._ends = [seat is not None and seat.is_last for seat in seats]
         around: Callable[[Callable[[], None]], None] = self.on.wrap("backward", lambda work: work())
+        has_routers = getattr(self.staged.chunks[0].config, "num_moe_experts", None) is not None
+        self.further = AuxiliaryLosses(self.staged.chunks) if has_routers else None
         self.passes = self.staged.passes(
-            self.on.wrap("forward", self.forward), backward=around, after_backward=self.after_backward
+            self.on.wrap("forward", self.forward),
+            backward=around,
+            after_backward=self.after_backward,
+            further=self.further,
         )
         is_v = schedule_of(self.run.cfg.parallel).chunks == "two"
         tied = () if is_v else self.staged.chunks[0].tied_weights
@@ -63,8 +69,8 @@ class PipelineEngine:
         """The forward pass of a micro-batch through a chunk; of the last stage, what its backward pass starts from."""
         step, batches = self.step, self.step.batches
         batch, is_filler = self.micro_batches.stage(index), batches.is_filler[index]
+        self.on.before_micro_batch(is_filler)
         if number == 0:
-            self.on.before_micro_batch(is_filler)
             self.notify.on_forward_backward_start(micro_batch=batch)
         result = self.staged(self.micro_batches, number, index, received)
         if not self._ends[number]:
@@ -75,6 +81,9 @@ class PipelineEngine:
             raise ConfigError(NO_GRADIENT)
         start = compute.backward_start_of(self.job, micro, len(batches.micro_batches))
         self.on.before_backward(step, micro, start)
+        if self.further is not None:
+            num_starts = len(batches.micro_batches) * self.run.world.data.size
+            self.further.factor = compute.auxiliary_start(micro, start, num_starts)
         loss = micro.loss.reshape(()) if start is None else micro.loss.reshape(()) * start
         micro.keep()
         return loss

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from onstep.distributed.pipeline.seats import is_staged
+from onstep.distributed.pipeline.sums import StageSums
 from onstep.metrics.moe_losses import prediction_losses, reported_losses, tracked_losses
 from onstep.models.layers.router import Router
 from onstep.models.layers.routing_record import FIGURES, RoutingStep, count_dtype
@@ -16,6 +18,7 @@ from onstep.training.compute.losses import MicroLoss, Scalar
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, Interruption
 from onstep.training.protocols import StateDict
+from onstep.training.stages.forward_backward import auxiliary_start
 from onstep.training.stages.job import Job
 from onstep.training.stages.step_flops import model_options
 
@@ -31,7 +34,6 @@ class Experts(Feature[Job]):
     when = "the model has routers or multi-token prediction"
     collective = True
     has_state = True
-    needs_of_engine = ("loss", "backward")
 
     @classmethod
     def wanted(cls, host: Job) -> bool:
@@ -45,6 +47,19 @@ class Experts(Feature[Job]):
         modules = [module for chunk in self.chunks for module in chunk.modules()]
         self.routers = [one for one in modules if isinstance(one, Router)]
         self.predictions = [one for one in modules if isinstance(one, MultiTokenPrediction)]
+        own = [(router.layer_index, router.num_experts) for router in self.routers]
+        self._layers, self._places, self._num_depths = (
+            own,
+            [*range(len(own))],
+            sum(len(one.depths) for one in self.predictions),
+        )
+        self._stages: StageSums | None = None
+        if is_staged(self.chunks):
+            everywhere = host.run.world.gather((own, self._num_depths))
+            self._layers = sorted({layer for layers, _ in everywhere for layer in layers})
+            self._places = [self._layers.index(layer) for layer in own]
+            self._num_depths = max(depths for _, depths in everywhere)
+            self._stages = StageSums(host.run.world.group("pp"))
         self._routing = RoutingStep()
         self._routing.group = host.run.world.data.group(with_parts=True)
         for router in self.routers:
@@ -83,12 +98,14 @@ class Experts(Feature[Job]):
     def after_update(self, step: Step) -> None:
         """Sum the step over the ranks, and update the expert biases if the weights were updated. Collective."""
         counts, before = self._vectors()
-        self.last = self.host.run.world.data.sum_losses(counts - before)
+        last = self.host.run.world.data.sum_losses(counts - before)
+        self.last = last if self._stages is None else self._stages(last)
         self._add_to_interval(self.last)
         self._is_open = False
         self._routing.counts, self._routing.loss_scale = True, 1.0
-        for router, row in zip(self.routers, self.rows(self.last), strict=True) if step.applied else ():
-            router.update_expert_bias(row[: router.num_experts])
+        rows = self.rows(self.last)
+        for router, place in zip(self.routers, self._places, strict=True) if step.applied else ():
+            router.update_expert_bias(rows[place][: router.num_experts])
 
     def add_to_read(self, unread: dict[str, dict[str, Tensor]]) -> None:
         """Add the interval's losses other than the main one."""
@@ -114,23 +131,22 @@ class Experts(Feature[Job]):
         return interval
 
     def rows(self, vector: Tensor) -> list[Tensor]:
-        """The routers' slices of a vector: loads, then `FIGURES`."""
-        sizes = [router.num_experts + len(FIGURES) for router in self.routers]
+        """The slices of the routers of all layers of a vector: loads, then `FIGURES`."""
+        sizes = [num_experts + len(FIGURES) for _, num_experts in self._layers]
         return list(torch.split(vector[: sum(sizes)], sizes)) if sizes else []
 
     def prediction_sums(self, vector: Tensor) -> Tensor:
         """The slice of multi-token prediction: (depths, 2), sum of losses and number of labels."""
-        num_values = sum(2 * len(one.depths) for one in self.predictions)
-        return vector[vector.numel() - num_values :].view(-1, 2)
+        return vector[vector.numel() - 2 * self._num_depths :].view(-1, 2)
 
     def losses(self, counts: Tensor) -> dict[str, Tensor]:
         """The losses in the `counts` of a step or an interval, by the names they are reported under; not yet read."""
         model = model_options(self.host.run.cfg, self.chunks)
         layers = {}
-        for router, row in zip(self.routers, self.rows(counts), strict=True):
-            layers[router.layer_index] = dict(zip(FIGURES, row[router.num_experts :].unbind(), strict=True))
+        for (index, num_experts), row in zip(self._layers, self.rows(counts), strict=True):
+            layers[index] = dict(zip(FIGURES, row[num_experts:].unbind(), strict=True))
         losses = reported_losses(layers, tracked_losses(model), per_layer=model.moe_per_layer_logging)
-        return losses | (prediction_losses(self.prediction_sums(counts)) if self.predictions else {})
+        return losses | (prediction_losses(self.prediction_sums(counts)) if self._num_depths else {})
 
     def state_dict(self) -> StateDict:
         """The interval so far."""
@@ -153,33 +169,12 @@ class Experts(Feature[Job]):
         """The vector of counts and its copy from the start of the step; the routers count into the first."""
         if self._counts is None or self._before is None:
             device = next(self.chunks[0].parameters()).device
-            sizes = [one.num_experts + len(FIGURES) for one in self.routers]
-            sizes += [2 * len(one.depths) for one in self.predictions]
-            self._counts = torch.zeros(sum(sizes), dtype=count_dtype(device), device=device)
+            num_values = sum(num_experts + len(FIGURES) for _, num_experts in self._layers) + 2 * self._num_depths
+            self._counts = torch.zeros(num_values, dtype=count_dtype(device), device=device)
             self._before = torch.zeros_like(self._counts)
-            parts = list(torch.split(self._counts, sizes))
-            for router, row in zip(self.routers, parts, strict=False):
-                router.record.row = row
-            for prediction, row in zip(self.predictions, parts[len(self.routers) :], strict=True):
-                prediction.record = row.view(-1, 2)
+            rows, depths = self.rows(self._counts), self.prediction_sums(self._counts)
+            for router, place in zip(self.routers, self._places, strict=True):
+                router.record.row = rows[place]
+            for prediction in self.predictions:
+                prediction.record, depths = depths[: len(prediction.depths)], depths[len(prediction.depths) :]
         return self._counts, self._before
-
-
-def auxiliary_start(micro: MicroLoss, start: Scalar | None, num_starts: int) -> Scalar:
-    """The value that the backward pass of a micro-batch's auxiliary losses starts from.
-
-    With it, the gradient of a step is that of
-
-        main loss + coefficient * mean over micro-batches and ranks of the auxiliary loss,
-
-    where each micro-batch has the same weight as in the main loss: by its labels, or by `train.loss_weighting`. Shares
-    (`LossShare`), whose total is not known here, all have the same weight.
-
-    Args:
-        start: where the main loss starts (`backward_start_of`), including the loss scale; None means 1.
-        num_starts: micro-batches of the step on one rank, times the number of ranks.
-    """
-    start = 1.0 if start is None else start
-    if micro.kind == "share":
-        return start / num_starts
-    return start * micro.weight if micro.kind == "sum" else start

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from onstep.analysis.reports.model_card import CARD_FILE, card_of_run
+from onstep.config import PeftConfig
 from onstep.distributed import World, attempt
 from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import is_in_shards, whole
@@ -23,7 +24,7 @@ from onstep.models import Transformer, hf_obstacle
 from onstep.models.hf.any_directory import LanguageModel, empty_model, save_directory
 from onstep.training.run import Run
 from onstep.training.runs.run_dir import RunDir
-from onstep.training.setup.lora import has_hf_names, has_lora, merged_model, save_adapter
+from onstep.training.setup.lora import add_lora, has_hf_names, has_lora, merged_model, save_adapter
 from onstep.training.setup.pretrained import find_pretrained
 
 logger = logging.getLogger(__name__)
@@ -46,16 +47,17 @@ def _save_stages(state: Run, model: list[nn.Module]) -> None:
     """The same for the stages of a pipeline, which rank 0 gathers. Collective."""
     if state.run_dir is None or not state.cfg.run.save_weights:
         return
-    module = whole_of_stages(model, state.world)
+    module = whole_of_stages(model, state.world, state.cfg.peft)
     write_final_weights(state, lambda directory: _save(state, module, directory) if module is not None else None, None)
 
 
-def whole_of_stages(model: list[nn.Module], world: World) -> LanguageModel | None:
+def whole_of_stages(model: list[nn.Module], world: World, peft: PeftConfig | None = None) -> LanguageModel | None:
     """The model whose stages are on the ranks of a pipeline, on the CPU of rank 0; None on others. Collective.
 
     Args:
         model: the stages of this rank.
         world: the ranks of the run.
+        peft: what has added weights to the model; None for nothing.
     """
     stages: list[Any] = [unwrap(chunk) for chunk in model]
     own = {name: value for stage in stages for name, value in stage.state_dict().items()}
@@ -72,6 +74,8 @@ def whole_of_stages(model: list[nn.Module], world: World) -> LanguageModel | Non
     if not world.is_main:
         return None
     model = empty_model(stages[0].config, dtype)
+    if peft is not None and peft.peft_scheme is not None:
+        add_lora(model, peft, seed=0)
     model.load_state_dict(values)
     return model
 

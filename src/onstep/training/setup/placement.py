@@ -15,6 +15,7 @@ from onstep.distributed.buffered import buffered_data_parallel
 from onstep.distributed.outcomes import together
 from onstep.distributed.pipeline.seats import is_staged
 from onstep.errors import ConfigError
+from onstep.models.stages import TransformerStage
 from onstep.training.setup.filling import Filling, PendingWeights
 
 
@@ -109,13 +110,16 @@ def is_sharded(config: ConfigContainer, world: World) -> bool:
 
 
 def compiled_parts(chunk: nn.Module, config: ConfigContainer, world: World) -> list[nn.Module]:
-    """What is compiled of a chunk: its blocks if it is divided between ranks, else all of it.
+    """What is compiled of a chunk: its blocks if it is divided between ranks or a stage of a pipeline, else all of it.
 
     Args:
         chunk: a model chunk.
         config: the configuration of the run.
         world: the ranks of the run.
     """
+    if isinstance(chunk, TransformerStage):
+        chunk.stream.is_shared = False  # compiled code draws in an order of its own
+        return [*chunk.layers]
     if not is_sharded(config, world):
         return [chunk]
     from onstep.distributed.fully_sharded import blocks_of

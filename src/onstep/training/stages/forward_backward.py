@@ -160,3 +160,23 @@ class BufferGuard:
     def _buffers(self) -> list[Tensor]:
         """The current buffers: a forward pass may replace one with another tensor, even of another size."""
         return [getattr(module, name) for module, name in self._places.values()]
+
+
+def auxiliary_start(micro: MicroLoss, start: Scalar | None, num_starts: int) -> Scalar:
+    """The value that the backward pass of a micro-batch's auxiliary losses starts from.
+
+    With it, the gradient of a step is that of
+
+        main loss + coefficient * mean over micro-batches and ranks of the auxiliary loss,
+
+    where each micro-batch has the same weight as in the main loss: by its labels, or by `train.loss_weighting`. Shares
+    (`LossShare`), whose total is not known here, all have the same weight.
+
+    Args:
+        start: where the main loss starts (`backward_start_of`), including the loss scale; None means 1.
+        num_starts: micro-batches of the step on one rank, times the number of ranks.
+    """
+    start = 1.0 if start is None else start
+    if micro.kind == "share":
+        return start / num_starts
+    return start * micro.weight if micro.kind == "sum" else start

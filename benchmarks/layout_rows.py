@@ -178,9 +178,9 @@ def _of_transformers(variant: Variant) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, **variant.options}
-    if variant.model in ("llama", "qwen3"):
+    if variant.model != "gpt2":
         sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-        sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 32}
+        sizes = {"num_key_value_heads": 2, "max_position_embeddings": 32, **sizes}
     else:
         sizes |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
         sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

@@ -10,7 +10,7 @@ from layout_rows import LENGTH, ROWS, VOCABULARY
 
 _COLUMNS = (
     *("embedding", "output", "query", "key", "value", "gate", "up"),
-    *("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+    *("wte", "embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
 )
 """Modules that are divided by outputs; among them is the output of the model, but not that of an attention."""
 _OF_EXPERTS = ("experts.down_bias", "shared_experts.gate_weight", "shared_experts.down.bias")
@@ -37,7 +37,8 @@ def held_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: 
 def _parts(name: str, layout: Layout, variant: Variant) -> int:
     """The number of parts of a parameter that is divided: ranks, or groups of keys and values if there are fewer."""
     groups = dict(key.split("=") for key in variant.keys).get("model.num_query_groups", layout.tensor_ranks)
-    is_of_group = name.rpartition(".")[0].endswith(("attention.key", "attention.value"))
+    groups = variant.options.get("num_key_value_heads", groups)
+    is_of_group = name.rpartition(".")[0].endswith(("attention.key", "attention.value", "k_proj", "v_proj"))
     return min(int(groups), layout.tensor_ranks) if is_of_group else layout.tensor_ranks
 
 
@@ -79,6 +80,11 @@ def _divided(name: str) -> int | None:
     """The dimension by which a parameter is divided; None if it is replicated."""
     name = name.replace(".base_layer.", ".")
     module, _, own = name.rpartition(".")
+    if module.endswith((".c_attn", ".c_fc", ".c_proj")):  # Conv1D, of which the first is replicated
+        of_fc, of_projection = {"weight": 1, "bias": 0}, {"weight": 0}
+        return {"c_fc": of_fc, "c_proj": of_projection}.get(module.rpartition(".")[2], {}).get(own)
+    if own in ("gate_up_proj", "down_proj") or module.endswith("mlp.gate"):  # of Mixtral
+        return 2 if own == "down_proj" else None
     if module.endswith(".experts"):
         return {"down_weight": 2, "down_bias": None}.get(own, 1)
     if ".lora_" in name:  # A of a layer that is divided by inputs, B of one that is divided by outputs

@@ -17,12 +17,12 @@ pytestmark = pytest.mark.distributed
 JOBS = "tests.support.jobs.layout_jobs"
 STEPS = 4
 PLAIN = ["an empty rank", "tied", "float64", "losses", "dropout", "learned positions", "grouped", "groups"]
-OTHERS = ["llama", "llama tied", "llama padded", "qwen3"]
+OTHERS = ["llama", "llama tied", "llama padded", "qwen2", "qwen3", "one head", "gpt2", "mixtral"]
 FURTHER = ["moe", "experts", "experts of float64", "later tokens"]
 ROWS = {
     "tp2": [*PLAIN, *FURTHER, "one group", "Trainer", *OTHERS],
-    "tp2 sp": [*PLAIN, *FURTHER, "losses of words", "attention dropout", "lora", "pretrain", "muon"],
-    "fsdp2 x tp2 sp": ["an empty rank", "losses", "one group", "muon", *FURTHER],
+    "tp2 sp": [*PLAIN, *FURTHER, "losses of words", "attention dropout", "lora", "pretrain", "muon", *OTHERS],
+    "fsdp2 x tp2 sp": ["llama", "gpt2", "mixtral", "an empty rank", "losses", "one group", "muon", *FURTHER],
     "fsdp2 x tp2": ["an empty rank", "llama", "Trainer"],
     "dp2 x tp2": ["an empty rank"],
     "tp4 sp": ["an empty rank", "losses", "one group", "grouped"],
@@ -45,7 +45,7 @@ SHORT = {
         ("tp2 sp", name)
         for name in (
             *("an empty rank", "one group", "experts", "later tokens"),
-            *("tied", "losses", "dropout", "attention dropout"),
+            *("tied", "losses", "dropout", "attention dropout", "one head", "gpt2"),
         )
     ],
     4: [("fsdp2 x tp2 sp", "losses"), ("distopt2 x tp2 sp both", "one group")],

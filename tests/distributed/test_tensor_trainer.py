@@ -31,11 +31,11 @@ def test_a_trainer_on_two_ranks_is_one_in_one_process_and_continues_to_the_bit(
         {"directory": "whole"},
         {"directory": "part", "steps": 2},
         {"directory": "part", "resumes": True},
-        {"directory": "other", "kind": "gpt2"},
+        {"directory": "other", "kind": "opt"},
         ranks=2,
     )
     assert rest == whole
-    assert refused["refused"].startswith("GPT2LMHeadModel has no plan by which parallelism_config['tp_size'] could ")
+    assert refused["refused"].startswith("OPTForCausalLM has no plan by which parallelism_config['tp_size'] could ")
     shutil.copytree(tmp_path / "part" / "checkpoint-2", tmp_path / "continued" / "checkpoint-2")
     one, continued = trained(
         processes, tmp_path, {"directory": "one"}, {"directory": "continued", "resumes": True}, ranks=1

@@ -11,7 +11,9 @@ from onstep.config import ConfigContainer
 from onstep.distributed import world_size_from_environment
 from onstep.distributed.shards import is_sharded
 from onstep.errors import ConfigError
+from onstep.models.hf.sequence_regions import check_sequences
 from onstep.models.hf.tensor_styles import check_tensors
+from onstep.models.transformer import Transformer
 from onstep.optim import check_scalable
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.optimizer_checks import is_object
@@ -37,6 +39,8 @@ def check_shards(trainer: TrainerMethods, config: ConfigContainer) -> None:
         return
     if sizes.tp > 1:
         check_tensors(model, sizes.tp)
+        if config.parallel.sequence_parallel and not any(isinstance(one, Transformer) for one in model.modules()):
+            check_sequences(model)
         _check_optimizer(trainer, model, sizes.tp)
     if sizes.dp_shard == 1:
         return

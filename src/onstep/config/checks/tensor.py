@@ -34,11 +34,6 @@ def check_tensor(config: ConfigContainer, sizes: ParallelSizes) -> None:
         raise ConfigError(f"{asked} cannot be combined with {_SIZE}={sizes.tp}: {why}; {remedy}.")
     if config.model.hf_config is None and not config.trainer:
         check_model_sizes(config.model, sizes.tp)
-    elif config.parallel.sequence_parallel:
-        raise ConfigError(
-            f"{_SEQUENCE}=true divides the sequences of the model of section model only; set it to false for one of "
-            f"transformers or of your own."
-        )
     _check_length(config, sizes)
 
 

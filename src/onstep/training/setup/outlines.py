@@ -23,6 +23,7 @@ from onstep.models.hf.by_tensor import family_values, hf_values
 from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.hf.documents_probe import small_copy
 from onstep.models.hf.family_directory import build_causal_lm, load_causal_lm
+from onstep.models.hf.sequence_regions import check_sequences
 from onstep.models.hf.tensor_styles import check_model
 from onstep.models.initial_weights import initial_values
 from onstep.models.transformer import Transformer
@@ -72,7 +73,10 @@ def check_blocks(config: ConfigContainer) -> None:
     """
     if config.parallel.tensor_model_parallel_size > 1 and config.model.hf_config is not None:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            check_model(empty_model(config.model, device="meta"), config.parallel.tensor_model_parallel_size)
+            planned = empty_model(config.model, device="meta")
+            check_model(planned, config.parallel.tensor_model_parallel_size)
+            if config.parallel.sequence_parallel:
+                check_sequences(planned)
     if config.parallel.data_parallel_shard_size == 1 or config.fsdp.wrap is None:
         return
     from onstep.distributed.fully_sharded import blocks_of, check_shared  # importing DTensor costs 0.7 s

@@ -12,25 +12,13 @@ from onstep.distributed.fully_sharded import check_alike
 from onstep.distributed.tensor_parallel import TensorRanks, divide
 from onstep.errors import ConfigError
 from onstep.models.hf.tensor_plan import plan_of as by_own_plan
+from onstep.models.hf.tensor_plan import share_out as share_heads
 from onstep.models.hf.tensor_styles import check_tensors
 from onstep.models.tensor_plan import plan_of, share_out
 from onstep.models.transformer import Transformer
 
 _DIVIDED: WeakKeyDictionary[nn.Module, TensorRanks] = WeakKeyDictionary()
 """The chunks that were divided here."""
-
-
-def check_undivided_sequences(config: ConfigContainer) -> None:
-    """Refuse (ConfigError) sequence parallelism for a model that is not that of section `model`.
-
-    Args:
-        config: the configuration of the run.
-    """
-    if config.parallel.sequence_parallel:
-        raise ConfigError(
-            "parallel.sequence_parallel=true divides the sequences of the model of section model only; set it to "
-            "false for a model of transformers or of your own."
-        )
 
 
 def divide_tensors(chunk: nn.Module, world: World, config: ConfigContainer) -> None:
@@ -61,6 +49,6 @@ def divide_tensors(chunk: nn.Module, world: World, config: ConfigContainer) -> N
         divide(chunk, plan, ranks, world)
         share_out(model, ranks)
     else:
-        check_undivided_sequences(config)
         divide(chunk, by_own_plan(chunk, ranks), ranks, world)
+        share_heads(chunk, ranks)
     _DIVIDED[chunk] = ranks

@@ -60,6 +60,14 @@ def check(processes: Processes, directory: Path, rows: list[Row], ranks: int = 2
         assert [there["end"], there["texts"]] == [one["end"], one["texts"]], row
         for name in ("losses", "norms", "evaluated", "logits", "experts"):
             assert there[name] == pytest.approx(one[name], rel=1e-5, nan_ok=True), (row, name)
+        check_norms(there["of_parameters"], one["of_parameters"], row)
+
+
+def check_norms(there: dict[str, float], one: dict[str, float], row: Row) -> None:
+    """Callbacks have recorded the norms of all parameters, in the order of one process."""
+    assert list(there) == list(one), row
+    assert any("spectral" in name for name in one) or not any(" " in name for name in one), row
+    assert there == pytest.approx(one, rel=1e-3, abs=1e-6, nan_ok=True), row
 
 
 def test_what_one_process_trains_with_a_pipeline_does_too(processes: Processes, tmp_path: Path) -> None:

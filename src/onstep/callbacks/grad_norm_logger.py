@@ -9,10 +9,10 @@ from pathlib import Path
 from torch import nn
 
 from onstep.config import TrainingArguments
-from onstep.distributed.shards import is_sharded, world_size
+from onstep.distributed.shards import world_size
 from onstep.events import RunState, TrainerCallback
-from onstep.metrics.norms.named_parameters import MissingOnce, Model, named_parameters
-from onstep.metrics.norms.parameter_norms import LocalNorms, full_norms, local_gradient_norms
+from onstep.metrics.norms.named_parameters import MissingOnce, Model
+from onstep.metrics.norms.parameter_norms import LocalNorms, are_over_ranks, full_norms, local_gradient_norms
 from onstep.record.writer import JsonLogWriter, logging_dir_of
 from onstep.train_state import StateDict
 
@@ -30,7 +30,7 @@ class GradNormLogger(TrainerCallback):
     of the run), the norms are computed right before the update, without waiting for the device. If a callback requests
     it after the update, they are computed when the evaluation begins, from the gradients that are still present, which
     torch's optimizers do not modify. They are copied off the device in one transfer. For sharded parameters (FSDP2,
-    tensor parallelism), the norms are those of the full tensors.
+    tensor parallelism), the norms are those of the full tensors, and in a pipeline those of all stages.
 
     The callback's state contains the latest norms, so a run that is stopped during an evaluation records them when it
     is resumed. The file is continued, truncated and preserved as by `JsonLogger`.
@@ -38,8 +38,6 @@ class GradNormLogger(TrainerCallback):
     With an optimizer that updates inside the backward pass (`args.fuse_optim_with_backward`), gradients cannot be
     observed; the callback warns and records nothing.
     """
-
-    needs_whole_model = True
 
     reads_weights = False
 
@@ -84,11 +82,11 @@ class GradNormLogger(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: RunState, control: object, model: nn.Module, **kwargs: object
     ) -> None:
-        """Record the norms of the evaluated step. Collective if parameters are sharded."""
+        """Record the norms of the evaluated step. Collective if parameters are sharded, or in stages."""
         directory, captured = _directory(args), self._captured
         if directory is None or captured.step != state.global_step:
             return
-        needs_all = is_sharded(named_parameters(model).values())
+        needs_all = are_over_ranks(model)
         if not (state.is_world_process_zero or needs_all):
             return
         self._missing.say(model)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from onstep.config import TrainingArguments
-from onstep.distributed.shards import is_sharded
 from onstep.errors import ConfigError, require
 from onstep.events import RunState, TrainerCallback
-from onstep.metrics.norms.named_parameters import MissingOnce, named_parameters
-from onstep.metrics.norms.parameter_norms import parameter_norms, total_norm
+from onstep.metrics.norms.named_parameters import MissingOnce
+from onstep.metrics.norms.parameter_norms import are_over_ranks, parameter_norms, total_norm
 from onstep.metrics.norms.spectral_norms import SpectralNorms, require_count
 from onstep.record.kinds import Metrics
 from onstep.record.writer import JsonLogWriter, logging_dir_of
@@ -28,8 +27,8 @@ class ParameterNormLogger(TrainerCallback):
     There is one record per evaluated step. Norms are exact to float64. A spectral norm, the largest singular value of a
     parameter viewed as a matrix ``(shape[0], -1)``, is within 1 % of the exact value; for a vector it is the largest
     absolute value. A tied parameter is listed under its first name. For sharded parameters (FSDP2, tensor parallelism),
-    the norms are those of the full tensors. Parameters without values (on the meta device, or integers of quantized
-    layers) are omitted, with a single warning that names them.
+    the norms are those of the full tensors, and in a pipeline those of all stages. Parameters without values (on the
+    meta device, or integers of quantized layers) are omitted, with a single warning that names them.
 
     The random generators of the training are not used. The callback's state contains the latest singular vectors, so a
     resumed run records the same values as an uninterrupted one. The file is continued, truncated and preserved as by
@@ -45,8 +44,6 @@ class ParameterNormLogger(TrainerCallback):
         ConfigError: if `power_iter_steps` is not an integer >= 1, or nothing would be recorded; when training begins,
             if `logging_dir` is not writable.
     """
-
-    needs_whole_model = True
 
     log_norms: bool = True
     log_spectral_norms: bool = True
@@ -77,12 +74,12 @@ class ParameterNormLogger(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: RunState, control: object, model: nn.Module, **kwargs: object
     ) -> None:
-        """Record the norms of the evaluated step. Collective if parameters are sharded."""
+        """Record the norms of the evaluated step. Collective if parameters are sharded, or in stages."""
         directory = logging_dir_of(args)
         if directory is None:
             return
         self._missing.say(model)
-        if not (state.is_world_process_zero or is_sharded(named_parameters(model).values())):
+        if not (state.is_world_process_zero or are_over_ranks(model)):
             return
         norms = {"norms": parameter_norms(model)} if self.log_norms else {}
         if self.log_spectral_norms:
@@ -119,11 +116,10 @@ class WeightNormLogger(TrainerCallback):
 
     A steadily growing norm suggests that weight decay is too weak; a constant norm with rising gradient norms points to
     another cause. Tied parameters count once. The norm is exact to float64, with one device read per logged step. With
-    sharded parameters (FSDP2, tensor parallelism) it is the norm of the whole model, on every rank. Parameters without
-    values (on the meta device, or integers of quantized layers) are omitted, with a single warning that names them.
+    sharded parameters (FSDP2, tensor parallelism) or stages of a pipeline it is the norm of the whole model, on every
+    rank. Parameters without values (on the meta device, or integers of quantized layers) are omitted, with a single
+    warning that names them.
     """
-
-    needs_whole_model = True
 
     def __init__(self) -> None:
         self._missing = MissingOnce(self.name)
@@ -131,7 +127,7 @@ class WeightNormLogger(TrainerCallback):
     def on_log_step(
         self, args: object, state: object, control: object, logs: Metrics, model: nn.Module, **kwargs: object
     ) -> None:
-        """Add `weight_norm` to `logs`. Collective if parameters are sharded."""
+        """Add `weight_norm` to `logs`. Collective if parameters are sharded, or in stages."""
         self._missing.say(model)
         norms = parameter_norms(model)
         if norms:

@@ -14,7 +14,7 @@ import torch
 
 from onstep import Callback, pretrain
 from onstep.analysis.logs.samples_log import FILE_NAME
-from onstep.callbacks import TextgenCallback
+from onstep.callbacks import GradNormLogger, ParameterNormLogger, TextgenCallback, WeightNormLogger
 from onstep.config import apply_overrides
 from onstep.distributed import open_world
 from onstep.errors import OnstepError
@@ -73,7 +73,8 @@ def run(settings: dict[str, Any], number: int, keys: list[str], trouble: str = "
     curve, evaluated, end = Curve(), Evaluated(), ""
     texts = TextgenCallback(None, ["The", "a license"], max_new_tokens=4)
     try:
-        pretrain(config, callbacks=[curve, evaluated, texts, Trouble(trouble)])
+        measured = [GradNormLogger(), ParameterNormLogger(power_iter_steps=3), WeightNormLogger()]
+        pretrain(config, callbacks=[curve, evaluated, texts, *measured, Trouble(trouble)])
     except SystemExit as left:
         end = f"exit {left.code}"
     except OnstepError as error:
@@ -83,8 +84,23 @@ def run(settings: dict[str, Any], number: int, keys: list[str], trouble: str = "
     found = {"losses": curve.losses, "norms": curve.norms, "evaluated": evaluated.found, "logits": curve.logits}
     found["experts"] = curve.experts
     samples = Path(config.run.output_dir) / config.run.name / FILE_NAME
+    found["of_parameters"] = norms_in(samples.parent)
     lines = [json.loads(line) for line in samples.read_text().splitlines()] if samples.exists() else []
     return {**found, "end": end, "texts": [[line["prompt"], line["text"]] for line in lines]}
+
+
+def norms_in(directory: Path) -> dict[str, float]:
+    """What callbacks have recorded of the norms of each parameter, and of all together."""
+    found: dict[str, float] = {}
+    for path in sorted(directory.rglob("*_norms.json")):
+        for record in json.loads(path.read_text()):
+            for kind, norms in ((kind, norms) for kind, norms in record.items() if isinstance(norms, dict)):
+                found |= {f"{record['global_step']} {kind} {name}": norm for name, norm in norms.items()}
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "weight_norm" in record:
+            found[f"{record.get('step', record.get('global_step'))} all"] = record["weight_norm"]
+    return found
 
 
 GENERATIONS: list[dict[str, Any]] = [

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from onstep.config.pipelines import Schedule
+from onstep.distributed.pipeline.seats import names_of_whole
 from onstep.distributed.world import World
 
 if TYPE_CHECKING:
     from onstep.distributed.pipeline.passes import Passes
+
+Item = TypeVar("Item")
 
 StageForward = Callable[[nn.Module, Tensor | None], Tensor]
 """(stage, what the stage before has computed); what is sent on, or of the last stage the result."""
@@ -50,6 +53,18 @@ class WholePipeline:
         dist.broadcast(result, self._last_rank, group=self._world.group("pp"))
         return result
 
+    def merged(self, own: Mapping[str, Item]) -> dict[str, Item]:
+        """What all stages have by name, in the order of the whole model; of a tied one, the first stage's. Collective.
+
+        Args:
+            own: small picklable objects of this rank, by names of parameters.
+        """
+        of_ranks, merged = self._world.gather(dict(own)), {}
+        for rank in self._ranks:
+            merged |= {name: item for name, item in of_ranks[rank].items() if name not in merged}
+        order = {name: place for place, name in enumerate(names_of_whole(self.chunks[0]))}
+        return dict(sorted(merged.items(), key=lambda item: order.get(item[0], len(order))))
+
     @cached_property
     def _passes(self) -> Passes:
         from onstep.distributed.pipeline.passes import Passes  # imports torch's pipelines
@@ -59,8 +74,12 @@ class WholePipeline:
 
     @property
     def _last_rank(self) -> int:
+        return self._ranks[0 if self._schedule.chunks == "two" else -1]
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
         [ranks] = [part for part in self._world.parts("pp") if self._world.rank in part]
-        return ranks[0 if self._schedule.chunks == "two" else -1]
+        return ranks
 
     def _pass(self, number: int, index: int, received: Tensor | None) -> Tensor:
         chunk: Any = self.chunks[number]

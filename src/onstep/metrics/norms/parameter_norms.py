@@ -14,9 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from onstep.distributed.pipeline.whole import WholePipeline
 from onstep.distributed.shard_sums import ShardSums
 from onstep.distributed.shards import Split, is_sharded, local_part, split_of, updated_shard
-from onstep.metrics.norms.named_parameters import Model, measurable_parameters, named_parameters, reshard
+from onstep.metrics.norms.named_parameters import Model, chunks_of, measurable_parameters, named_parameters, reshard
 
 _NONE = -1.0
 """In place of the norm of a tensor that a rank does not have, such as a gradient."""
@@ -46,7 +47,8 @@ def parameter_norms(model: Model) -> dict[str, float]:
     Equivalent to a computation in float64, whatever the precision and magnitude of the parameters. Parameters without
     values (`missing_parameters`) are omitted.
 
-    Collective if parameters are DTensors; the norms are those of the full tensors. Synchronizes with the device once.
+    Collective if parameters are DTensors, or if the model is in stages of a pipeline (`are_over_ranks`); the norms are
+    those of the full tensors, of all stages. Synchronizes with the device once.
 
     Args:
         model: a module, or a list of chunks, whose names are merged.
@@ -129,14 +131,44 @@ def local_norms(tensors: Mapping[str, Tensor], order: float = 2.0) -> LocalNorms
 def full_norms(local: LocalNorms, model: Model, *, are_of_gradients: bool = False) -> dict[str, float]:
     """The norms of full tensors by name, from the shards of each rank. Synchronizes with the device once.
 
-    Collective if parameters of `model` are DTensors, also for a rank without norms. Tensors that no rank has are
-    omitted.
+    Collective if `are_over_ranks`, also for a rank without norms: the norms are those of all stages of a pipeline.
+    Tensors that no rank has are omitted.
 
     Args:
         local: norms of tensors that are sharded like the parameters of these names.
         model: the model.
         are_of_gradients: whether they are norms of gradients, which may be in shards where parameters are whole.
     """
+    return of_all_stages(_norms_here(local, model, are_of_gradients=are_of_gradients), model)
+
+
+def of_all_stages(norms: dict[str, float], model: Model) -> dict[str, float]:
+    """The norms of a whole model. Collective if this rank has stages of a pipeline, otherwise `norms`.
+
+    Args:
+        norms: of this rank's parameters by name.
+        model: the model.
+    """
+    pipeline = _pipeline_of(model)
+    return norms if pipeline is None else pipeline.merged(norms)
+
+
+def are_over_ranks(model: Model) -> bool:
+    """Whether the norms of full tensors are collective: parameters are DTensors, or the model is in stages.
+
+    Args:
+        model: a module, or a list of chunks.
+    """
+    return _pipeline_of(model) is not None or is_sharded(named_parameters(model).values())
+
+
+def _pipeline_of(model: Model) -> WholePipeline | None:
+    found = getattr(next(iter(chunks_of(model)), None), "pipeline", None)
+    return found if isinstance(found, WholePipeline) else None
+
+
+def _norms_here(local: LocalNorms, model: Model, *, are_of_gradients: bool) -> dict[str, float]:
+    """The norms of this rank's full tensors."""
     known = named_parameters(model)
     if are_of_gradients:
         known = {name: updated_shard(one) for name, one in known.items()}

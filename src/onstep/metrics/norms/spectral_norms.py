@@ -27,7 +27,7 @@ from onstep.distributed.shard_sums import ShardSums
 from onstep.distributed.shards import local_part, split_of, whole
 from onstep.errors import ConfigError
 from onstep.metrics.norms.named_parameters import Model, measurable_parameters, reshard
-from onstep.metrics.norms.parameter_norms import full_norms, local_norms
+from onstep.metrics.norms.parameter_norms import full_norms, local_norms, of_all_stages
 
 TOLERANCE = 3e-3
 """An estimate has converged when the second half of its iterations increased it by less than this fraction."""
@@ -65,7 +65,8 @@ class SpectralNorms:
     def measure(self, model: Model) -> dict[str, float]:
         """The spectral norm of every parameter by name, tied ones once, in module order.
 
-        Parameters without values (`missing_parameters`) are omitted. Collective if parameters are DTensors: each is
+        Parameters without values (`missing_parameters`) are omitted. Collective in a pipeline, for the norms of all
+        stages, and if parameters are DTensors: each is
         gathered and measured on every rank. Synchronizes with the device a few times in total: once for vectors, and
         once for all matrices whenever iterations are added.
 
@@ -88,7 +89,7 @@ class SpectralNorms:
                     norms |= batch.norms
                     self._vectors |= batch.left_vectors()
             waiting = [batch for batch in waiting if not batch.is_settled]
-        return {name: norms.get(name, 0.0) for name in parameters}
+        return of_all_stages({name: norms.get(name, 0.0) for name in parameters}, model)
 
     def state_dict(self) -> dict[str, Any]:
         """The latest left singular vectors by name, from which the next measurement starts."""

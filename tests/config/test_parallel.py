@@ -261,7 +261,10 @@ SMALL = {"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 67, "seq_len
             r"num_query_groups=6 must be a multiple of \S+=4, or a divisor of it, .* nearest .* is 3\.$",
         ),
         ({"model": {"ffn_hidden_size": 33}}, "ffn_hidden_size=33 must be a multiple of"),
-        ({"parallel": {TENSOR: 4}, "model": {"vocab_size": 5}}, r"vocab_size=5 leaves a rank of \S+=4 without a token"),
+        (
+            {"parallel": {TENSOR: 4}, "model": {"vocab_size": 5}},
+            r"vocab_size=5 leaves a rank of \S+=4 without a token; the nearest size that does not is 3",
+        ),
         (
             {"parallel": {"sequence_parallel": True}, "dataset": {"seq_length": 33}},
             "seq_length=33 must be .*; use 32, or",

@@ -134,9 +134,9 @@ def test_numbers_of_micro_batches_are_those_that_torch_runs() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"batch": 2}, r"^train\S+=2 is 1 micro-batches of 2 on each of 1 replicas, which the "
+        ({"batch": 2}, r"^train\S+=2 gives 1 micro-batch of 2 to each of 1 pipeline, which the "
                        r"schedule 1F1B on 2 ranks does not run; use 4, or parallel.pipeline_schedule=GPipe\.$"),
-        ({"batch": 10, "parallel__" + VIRTUAL: 2}, r"=10 is 5 micro-batches .*1F1B .*; use 12, or .*=LoopedBFS"),
+        ({"batch": 10, "parallel__" + VIRTUAL: 2}, r"=10 gives 5 micro-batches .*1F1B .*; use 12, or .*=LoopedBFS"),
         ({"model__num_layers": 5}, r"^model.num_layers=5 cannot be divided into 2 equal stages"),
         ({"ddp__use_distributed_optimizer": True, "optimizer__use_distributed_optimizer": True},
          r"^ddp.use_distributed_optimizer=true is not supported with \S+=2, schedule 1F1B; set it to false"),

@@ -36,6 +36,10 @@ def test_in_brief_it_prints_two_lines(capsys: pytest.CaptureFixture[str], args: 
         "model: 836 parameters, 400 in embeddings, 832 of them trained\n"
         "training: 30 steps of 16 samples, 1.5 epochs of 320 samples\n"
     )
+    stage = model(tied=False)
+    stage.whole_shapes = {"0.weight": (50, 8), "1.weight": (2000, 8)}  # type: ignore[assignment]
+    said = printed(capsys, InfoCallback(brief=True), args, state, model=[stage])
+    assert said.startswith("model: 836 of 16.4K parameters on this rank, 400 in embeddings, 832 of them trained\n")
     bare = SimpleNamespace(is_world_process_zero=True, max_steps=-1)
     assert printed(capsys, InfoCallback(brief=True), SimpleNamespace(), bare, model=None) == ""
 

@@ -73,6 +73,8 @@ def _in_brief(entries: Mapping[str, Any]) -> list[str]:
 
 def _model_in_brief(count: Mapping[str, Any]) -> str:
     parts = [f"{count['total_parameters']} parameters"]
+    if "whole_model_parameters" in count:
+        parts = [f"{count['total_parameters']} of {count['whole_model_parameters']} parameters on this rank"]
     if count["embedding_parameters"] != "0":
         parts.append(f"{count['embedding_parameters']} in embeddings")
     if count["trainable_parameters"] != count["total_parameters"]:
@@ -127,7 +129,17 @@ def _sizes(model: Any) -> dict[str, str]:
     is_tied = any(any(is_embedding) and len(is_embedding) > 1 for is_embedding in owners.values())
     values = (total, trainable, embedding, total - embedding)
     sizes = {f"{name}_parameters": format_si(value) for name, value in zip(names, values, strict=True)}
-    return {**sizes, "tied_embeddings": str(is_tied)}
+    return {**sizes, **_sizes_of_whole(model), "tied_embeddings": str(is_tied)}
+
+
+def _sizes_of_whole(model: Any) -> dict[str, str]:
+    """The parameter count of the model whose stages a rank of a pipeline has; nothing for a whole model."""
+    first = model[0] if isinstance(model, (list, tuple)) else model
+    stage = getattr(first, "module", first)
+    shapes: Mapping[str, tuple[int, ...]] = getattr(stage, "whole_shapes", {})
+    aliases = getattr(stage, "aliases", ())
+    total = sum(math.prod(shape) for name, shape in shapes.items() if name not in aliases)
+    return {"whole_model_parameters": format_si(total)} if shapes else {}
 
 
 def _objects(args: TrainingArguments, state: RunState, kwargs: Mapping[str, object]) -> dict[str, str]:

@@ -55,7 +55,7 @@ DIST = {
         },
     ),
     **without_effect(
-        "it acts only with pipeline parallelism, which is not supported",
+        "it acts only in Megatron's own pipelines",
         {"align_grad_reduce": True, "use_tp_pp_dp_mapping": False, "use_decentralized_pg": False},
     ),
     **without_effect(

@@ -89,8 +89,9 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
         if not schedule.runs(pp, count):
             close = next(one for one in range(max(count, least), count + least + pp + 1) if schedule.runs(pp, one))
             raise ConfigError(
-                f"train.global_batch_size={batch} is {count} micro-batches of {micro} on each of {data} replicas, "
-                f"which the schedule {schedule.name} on {pp} ranks does not run; use {close * micro * data}, or "
+                f"train.global_batch_size={batch} gives {count} micro-batch{'es' * (count != 1)} of {micro} to each of "
+                f"{data} pipeline{'s' * (data != 1)}, which the schedule {schedule.name} on {pp} ranks does not run; "
+                f"use {close * micro * data}, or "
                 f"parallel.pipeline_schedule={schedule.for_any_number.name}."
             )
 

@@ -86,10 +86,17 @@ def check_model_sizes(model: ModelConfig, ranks: int) -> None:
                 f"since each rank has as many; the nearest size that divides it is {fits}."
             )
     vocabulary = model.vocab_size
-    if vocabulary is not None and -(-vocabulary // ranks) * (ranks - 1) >= vocabulary:
+    if vocabulary is not None and not _all_have_tokens(vocabulary, ranks):
+        fits = max(size for size in range(1, ranks) if _all_have_tokens(vocabulary, size))
         raise ConfigError(
-            f"model.vocab_size={vocabulary} leaves a rank of {_SIZE}={ranks} without a token; use a smaller size."
+            f"model.vocab_size={vocabulary} leaves a rank of {_SIZE}={ranks} without a token; the nearest size that "
+            f"does not is {fits}."
         )
+
+
+def _all_have_tokens(vocabulary: int, ranks: int) -> bool:
+    """Whether each rank has some of the tokens: `ceil(vocabulary / ranks)`, the last one what is left."""
+    return -(-vocabulary // ranks) * (ranks - 1) < vocabulary
 
 
 def _check_length(config: ConfigContainer, sizes: ParallelSizes) -> None:

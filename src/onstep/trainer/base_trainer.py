@@ -151,6 +151,8 @@ class BaseTrainer:
         """Run directories that this Trainer claimed, by requested path, and what it learned from there."""
         self.batch_size_search: Search | None = None
         """What `auto_find_batch_size` has found."""
+        self.stages: Any = None
+        """The stages of the model on this rank (`TrainerStages`), once a pipeline has cut it."""
         self.num_averaged_ranks = 1
         """Ranks that a share of the step's loss is averaged over, in an overridden `training_step`."""
         self.stated_loss_kwargs: bool | None = None

@@ -30,7 +30,7 @@ class Session:
     module: nn.Module
     """The user's module."""
     model: list[nn.Module]
-    """The chunks that the loop trains: the module, wrapped if there are several ranks."""
+    """The chunks that the loop trains: the module, wrapped if there are several ranks, or its stages on this rank."""
     forward_step: ModelStep
     labels: Labels
     collate: Collate
@@ -51,6 +51,8 @@ class Session:
     """What is being logged: a step, or an evaluation."""
     means: dict[str, Tensor] = field(default_factory=dict)
     """The mean losses of the most recent evaluation."""
+    parts: list[nn.Module] = field(default_factory=list)
+    """What a session outside of training calls: the module, or its stages."""
     preparation_seconds: float = 0.0
     """How long it took to place the model."""
 
@@ -58,4 +60,4 @@ class Session:
         """End worker processes and release the data-parallel wrapper."""
         if self.train_data is not None:
             self.train_data.close()
-        self.model = self.notify.model = [self.module]
+        self.model = self.notify.model = self.parts

@@ -120,7 +120,7 @@ class PredictionCollector:
 
     def gather(self, world: World) -> Collected:
         """The data of the whole set, on every rank. Collective."""
-        by_rank = world.data.gather(self._rows)
+        by_rank = _of_data_ranks(self._rows, world)
         batches = [[row for row in batch if row is not None] for batch in zip(*by_rank, strict=True)]
         if self.joins_batches and not self.joins_lists:
             rows = [row for batch in batches for row in batch]
@@ -133,6 +133,16 @@ class PredictionCollector:
             return join_rows(rows) if rows else Collected()
         columns = (list(column) for column in zip(*rows, strict=True))
         return Collected(*(None if column[0] is None else column for column in columns))
+
+
+def _of_data_ranks(rows: list[Collected | None], world: World) -> list[list[Collected | None]]:
+    """The rows of each share of the samples, which in a pipeline the last stage has. Collective."""
+    if world.sizes.pp == 1:
+        return world.data.gather(rows)
+    found: list[list[Collected | None]] = [[] for _ in range(world.data.size)]
+    for rank, of_rank in enumerate(world.gather(rows)):
+        found[world.sizes.data_rank(rank)] = of_rank or found[world.sizes.data_rank(rank)]
+    return found
 
 
 def collector_for(args: TrainingArguments, module: nn.Module, *, is_test: bool) -> PredictionCollector | None:

@@ -6,7 +6,7 @@ import atexit
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -61,6 +61,7 @@ from onstep.trainer.own_arguments import config_of, shown_arguments
 from onstep.trainer.reporting.special_tokens import align_special_tokens
 from onstep.trainer.reporting.tokenizer_record import record_tokenizer
 from onstep.trainer.shard_checks import check_shards
+from onstep.trainer.stages import TrainerStages
 from onstep.trainer.training_checks import check_length
 from onstep.training import GlobalState
 from onstep.training.features import SETUP
@@ -249,44 +250,61 @@ def _session(
             from onstep.distributed.fully_sharded import make_room  # importing DTensor costs 0.7 s
 
             make_room(module, state.world)
-        check_ranks([module], state.world)
+        parts = [module]
+        if state.world.sizes.pp > 1:
+            parts = TrainerStages.of(trainer, state.cfg, state.world).chunks
+        check_ranks(parts, state.world)
         check_offloading(state.cfg.model, state.world.device)
         check_fused_loss(state.cfg.model, state.world.device)
         if trains and state.cfg.optimizer.params_dtype != "float32":  # else weights stay as the user loaded them
-            set_weight_types([module], state.cfg)
+            set_weight_types(parts, state.cfg)
+        if trains:
+            align_special_tokens(module, trainer.processing_class, logs=state.world.is_main)
+        state.flops_per_token = 6.0 * _active_parameters(module)
+        module = parts[-1]
         divides = trains and is_divided(state.cfg, state.world)  # which moves its blocks one by one
         if not divides and trainer.place_model_on_device and trainer.args.place_model_on_device is not False:
-            trainer._move_model_to_device(module, state.world.device)
-    if trains:
-        align_special_tokens(module, trainer.processing_class, logs=state.world.is_main)
-    notify.model = [module]
-    state.flops_per_token = 6.0 * _active_parameters(module)
+            for part in parts:
+                trainer._move_model_to_device(part, state.world.device)
+    notify.model = parts
     preparation_seconds = time.perf_counter() - started
     names = trainer.args.label_names if trainer.stated_label_names is None else trainer.stated_label_names
     labels = Labels(names, found=label_parameters(module), shifted=shifts_labels(module))
     forward_step = forward_step_of(trainer, module, labels, state)
-    session = Session(state, module, [module], forward_step, labels, collator(trainer), notify, trains=trains)
+    session = Session(state, module, parts, forward_step, labels, collator(trainer), notify, trains=trains)
+    session.parts = parts
     session.preparation_seconds = preparation_seconds
     trainer.session = session
     casts_in_forward = trainer.follows_transformers and state.cfg.mixed_precision is not None
     try:
         with (
             torch_options(trainer.args),
-            model_options(trainer, module, trains=trains),
-            causal_loss_in_chunks(module, state.cfg.model),
-            memory_options(module, state.cfg.model) if trains else nullcontext(),
-            autocast_in_forward(module, state) if casts_in_forward else nullcontext(),
+            _options(trainer, state, parts, trains=trains, casts=casts_in_forward),
             session.compiled,
             state.features.open((TrainerFeature, LoopMethods), state, state.world),
         ):
             if not trains:
-                session.compiled.enter_context(compiled(state.cfg.train, [module]))
+                session.compiled.enter_context(compiled(state.cfg.train, parts))
             yield session
     finally:
         trainer.session = None
         if trains:
             trainer.eval_loaders.close()
         session.release()
+
+
+@contextmanager
+def _options(
+    trainer: TrainerMethods, state: GlobalState, parts: list[nn.Module], *, trains: bool, casts: bool
+) -> Iterator[None]:
+    """Context in which a module, or each of its stages, computes as the arguments say."""
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(model_options(trainer, part, trains=trains))
+            stack.enter_context(causal_loss_in_chunks(part, state.cfg.model))
+            stack.enter_context(memory_options(part, state.cfg.model) if trains else nullcontext())
+            stack.enter_context(autocast_in_forward(part, state) if casts else nullcontext())
+        yield
 
 
 def _users_data(trainer: TrainerMethods, size: int) -> UsersData | None:
@@ -309,11 +327,12 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     if isinstance(session.collate, ColumnFilter) and not collates_itself:
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
-        session.model = notify.model = [_wrapped(trainer, session)]
+        session.model = notify.model = _wrapped(trainer, session)
         parts = compiled_parts(session.model[0], config, state.world)
         session.compiled.enter_context(compiled(config.train, parts))
         iters = train_iters(config, num_samples, world_size=state.world.data.size)
-        made = make_optimizers(trainer, session.model[0], config, Length(iters, state.world.data.size, num_samples))
+        trained = session.model[0] if trainer.stages is None else trainer.stages.module
+        made = make_optimizers(trainer, trained, config, Length(iters, state.world.data.size, num_samples))
         session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made
     load_checkpoint(state, Trained(session.model, session.optimizer, session.scheduler))
     let_callbacks_give_weights(state, notify)
@@ -337,14 +356,17 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
     trainer.start_of_training.apply(config.rng.seed, state.world.data.rank, on_every_rank=trainer.follows_transformers)
 
 
-def _wrapped(trainer: TrainerMethods, session: Session) -> nn.Module:
-    """The module as the loop trains it: as the user's `_wrap_model` wraps it, else for data parallelism. Collective."""
+def _wrapped(trainer: TrainerMethods, session: Session) -> list[nn.Module]:
+    """The module as the loop trains it: as the user's `_wrap_model` wraps it, else for data parallelism. Collective.
+
+    Of a pipeline, the stages of this rank.
+    """
     wrapped = trainer._wrap_model(session.module)
     if wrapped is not session.module:
-        return wrapped
+        return [wrapped]
     config = session.state.cfg
     ddp = replace(config.ddp, find_unused_parameters=True) if _calls_model_often(trainer, session.module) else None
-    return place([session.module], session.state.world, config, ddp=ddp, compiles=False, moves=False)[0]
+    return place(session.parts, session.state.world, config, ddp=ddp, compiles=False, moves=False)
 
 
 def _calls_model_often(trainer: TrainerMethods, module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from onstep.optim import check_scalable
 from onstep.trainer.methods import TrainerMethods
 from onstep.trainer.optimizer_checks import is_object
 from onstep.trainer.overrides import overrides
+from onstep.trainer.stages import check_pipeline
 
 
 def check_shards(trainer: TrainerMethods, config: ConfigContainer) -> None:
@@ -30,11 +31,9 @@ def check_shards(trainer: TrainerMethods, config: ConfigContainer) -> None:
     model = trainer.model
     sizes = config.parallel_sizes(world_size_from_environment())
     if sizes.pp > 1:
-        raise ConfigError(
-            f"parallel.pipeline_model_parallel_size={sizes.pp} is not supported by Trainer, whose compute_loss is "
-            f"called with a whole model; use pretrain(), whose forward step is called on each stage, or "
-            f"parallel.data_parallel_shard_size=-1."
-        )
+        check_pipeline(trainer, sizes)
+        if model is not None and trainer.stages is None:
+            _check_optimizer(trainer, model, sizes.pp)
     if model is None or overrides(trainer, "_wrap_model"):
         return
     if sizes.tp > 1:

@@ -228,7 +228,7 @@ class Trainer(TrainerMethods):
             write_final_files(self, directory)
             written.append(directory.model)
 
-        write_final_weights(state, write, self.model)
+        write_final_weights(state, write, self.model, by_all=self.stages is not None)
         if self.args.push_to_hub:
             for directory in written:
                 self.push_final(directory)

@@ -24,6 +24,7 @@ _AXES = {
     "dp_replicate_size": "data_parallel_replicate_size",
     "dp_shard_size": "data_parallel_shard_size",
     "tp_size": "tensor_model_parallel_size",
+    "pp_size": "pipeline_model_parallel_size",
 }
 _SHARD_SIZE = "parallel.data_parallel_shard_size"
 _WRITTEN = {
@@ -233,7 +234,7 @@ def _given_sizes(given: object) -> dict[str, int]:
         if name in _LATER and size not in (None, 1):
             raise ConfigError(f"{rule} must be 1: {_LATER[name]} parallelism comes with a later version.")
         is_whole = isinstance(size, int) and not isinstance(size, bool)
-        if name == "tp_size" and size is not None and not (is_whole and size >= 1):
+        if name in ("tp_size", "pp_size") and size is not None and not (is_whole and size >= 1):
             raise ConfigError(f"{rule} must be a number of ranks.")
         if name in _AXES and size is not None and not (is_whole and (size >= 1 or size == -1)):
             raise ConfigError(f"{rule} must be a number of ranks, or -1 for the rest.")

@@ -298,3 +298,20 @@ def scores_of_stages(pipeline: WholePipeline, tokens: Tensor, config: ModelConfi
     dtype = next(stage.parameters()).dtype
     scores = torch.empty(len(tokens), vocabulary_size(config), dtype=dtype, device=tokens.device)
     return pipeline.run(forward, (*tokens.shape, stage.hidden_size), scores)
+
+
+def release(whole: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Free the weights of a model that are on other ranks: they stay as outlines.
+
+    Args:
+        whole: the model that was cut.
+        stages: its stages on this rank.
+    """
+    kept = {one for stage in stages for one in stage.parameters()}
+    outlines: dict[nn.Parameter, nn.Parameter] = {}
+    for module in whole.modules():
+        for name, one in module._parameters.items():
+            if one is not None and one not in kept:
+                if one not in outlines:
+                    outlines[one] = nn.Parameter(one.detach().to("meta"), one.requires_grad)
+                module._parameters[name] = outlines[one]

@@ -175,7 +175,9 @@ class EvaluatingMethods(BaseTrainer):
             step.predict = predict if is_asked else None
             try:
                 draw_for_evaluation(loader)
-                with evaluation_mode(session.model), cast_weights(session.module, self._full_dtype()):
+                with evaluation_mode(session.model), ExitStack() as casts:
+                    for part in session.parts:
+                        casts.enter_context(cast_weights(part, self._full_dtype()))
                     means, metrics, num_samples = score(
                         state,
                         step,
@@ -195,6 +197,8 @@ class EvaluatingMethods(BaseTrainer):
                 )
             else:
                 computed = batches.result()
+                if state.world.sizes.pp > 1:  # only the last stage has outputs
+                    computed = next((one for one in state.world.gather(computed) if one), {})
             metrics |= prefixed(computed, metric_key_prefix, measured=metrics)
             if self._preparation_time(session) is not None:
                 metrics[f"{metric_key_prefix}_model_preparation_time"] = self.model_preparation_time

@@ -41,7 +41,13 @@ class LoopingMethods(BaseTrainer):
 
         The result of an override is the `effective_batch_size` of the final record, and in its samples per second.
         """
-        ranks = args.parallel_sizes.ranks // self.get_tp_size() // self.get_cp_size() // self.get_sp_size()
+        ranks = (
+            args.parallel_sizes.ranks
+            // args.parallel_sizes.pp
+            // self.get_tp_size()
+            // self.get_cp_size()
+            // self.get_sp_size()
+        )
         return int(self._train_batch_size * args.gradient_accumulation_steps * ranks)
 
     # ---- a step

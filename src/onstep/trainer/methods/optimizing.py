@@ -43,10 +43,12 @@ class OptimizingMethods(BaseTrainer):
         of `get_decay_parameter_names`, with weight decay, and a group of the others.
 
         Args:
-            model: the module whose trainable parameters are optimized; None for the Trainer's own.
+            model: the module whose trainable parameters are optimized; None for the Trainer's own, or its
+                stages on this rank.
         """
         if not is_object(self.optimizer):
-            self.optimizer = own_optimizer(self, self.model if model is None else model)
+            of_this_rank = self.model if self.stages is None else self.stages.module
+            self.optimizer = own_optimizer(self, of_this_rank if model is None else model)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: UserOptimizer | None = None) -> object:

@@ -68,7 +68,11 @@ class SavingMethods(StateFileMethods):
             )
         in_parts = is_in_shards(self.model)
         with writing_output(self, output_dir) as directory, self._weights_at_rest():
-            if in_parts and overrides(self, "_save"):
+            if self.stages is not None:
+                weights = self.stages.weights()
+                if self.args.should_save:
+                    self._save_alone(directory, state_dict=weights)
+            elif in_parts and overrides(self, "_save"):
                 weights = whole_weights(self.model, keeps=self.args.should_save)
                 if self.args.should_save:
                     self._save_alone(directory, state_dict=weights)

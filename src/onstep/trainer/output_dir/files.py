@@ -70,7 +70,8 @@ def write_final_files(trainer: TrainerMethods, directory: RunDir) -> None:
     """
     assert trainer.global_state is not None
     world, in_layout = trainer.global_state.world, directory.layout == "hugging_face"
-    if in_layout and trainer.model is not None and is_in_shards(trainer.model):
+    in_parts = trainer.stages is not None or (trainer.model is not None and is_in_shards(trainer.model))
+    if in_layout and in_parts:
         on_main(world, lambda: _set_weights_aside(directory))
     elif in_layout:
         _set_weights_aside(directory)

@@ -84,7 +84,8 @@ class PipelineEngine:
         if self.further is not None:
             num_starts = len(batches.micro_batches) * self.run.world.data.size
             self.further.factor = compute.auxiliary_start(micro, start, num_starts)
-        loss = micro.loss.reshape(()) if start is None else micro.loss.reshape(()) * start
+        whole = micro.loss.reshape(())
+        loss = whole.clone() if start is None else whole * start  # torch detaches it in place, which no view can be
         micro.keep()
         return loss
 

@@ -59,6 +59,24 @@ def whole_of_stages(model: list[nn.Module], world: World, peft: PeftConfig | Non
         world: the ranks of the run.
         peft: what has added weights to the model; None for nothing.
     """
+    values = weights_of_stages(model, world)
+    if values is None:
+        return None
+    stage: Any = unwrap(model[0])
+    module = empty_model(stage.config, next(iter(values.values())).dtype)
+    if peft is not None and peft.peft_scheme is not None:
+        add_lora(module, peft, seed=0)
+    module.load_state_dict(values)
+    return module
+
+
+def weights_of_stages(model: list[nn.Module], world: World) -> dict[str, Tensor] | None:
+    """The weights of all stages of a pipeline, on the CPU of rank 0; None on others. Collective.
+
+    Args:
+        model: the stages of this rank.
+        world: the ranks of the run.
+    """
     stages: list[Any] = [unwrap(chunk) for chunk in model]
     own = {name: value for stage in stages for name, value in stage.state_dict().items()}
     [part] = [part for part in world.parts("pp") if world.rank in part]
@@ -71,25 +89,22 @@ def whole_of_stages(model: list[nn.Module], world: World, peft: PeftConfig | Non
         dist.broadcast(value, owners[name], group=group)
         if world.is_main:
             values[name] = value.cpu()
-    if not world.is_main:
-        return None
-    model = empty_model(stages[0].config, dtype)
-    if peft is not None and peft.peft_scheme is not None:
-        add_lora(model, peft, seed=0)
-    model.load_state_dict(values)
-    return model
+    return values if world.is_main else None
 
 
-def write_final_weights(state: Run, write: Callable[[RunDir], None], model: nn.Module | None) -> None:
+def write_final_weights(
+    state: Run, write: Callable[[RunDir], None], model: nn.Module | None, *, by_all: bool = False
+) -> None:
     """Call `write` if the run should export weights; `checkpoint.on_save_error` decides about failures. Collective.
 
-    It is called on rank 0 alone, unless `model` is sharded: then on all ranks, which gather the weights together.
+    It is called on rank 0 alone, unless `model` is sharded, or `by_all` says so: then on all ranks, which gather the
+    weights together.
 
     Raises:
         CheckpointError: if they cannot be written and `on_save_error` is stop; on all ranks, if all write.
     """
     directory, world = state.run_dir, state.world
-    in_parts = model is not None and is_in_shards(model)
+    in_parts = by_all or (model is not None and is_in_shards(model))
     if directory is None or not (world.is_main or in_parts) or not state.cfg.run.save_weights:
         return
     leaves = state.control.should_abort_without_save or state.exits.decided is not None

@@ -1,0 +1,122 @@
+"""Cuts the model of a Trainer into the stages of a pipeline, once, and refuses what stages cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onstep.config import ConfigContainer, ModelConfig
+from onstep.config.parallel_sizes import ParallelSizes
+from onstep.distributed import World, check_weights
+from onstep.errors import ConfigError
+from onstep.models.hf.stages import num_layers_of, release
+from onstep.models.hf.stages_probe import check_stages
+from onstep.train_state import StateDict
+from onstep.trainer.methods.saving import is_of
+from onstep.trainer.overrides import overrides
+from onstep.training.setup.final_weights import weights_of_stages
+from onstep.training.setup.model_and_data import cut_into_stages
+
+_OVERRIDDEN = ("compute_loss", "training_step", "prediction_step", "_wrap_model", "create_optimizer", "_clip_grad_norm")
+"""Methods that a user's code gives a whole model, or calls itself."""
+_SIZE = "parallel.pipeline_model_parallel_size"
+
+
+@dataclass(frozen=True)
+class TrainerStages:
+    """The stages of this rank."""
+
+    whole: nn.Module
+    """The user's model, which has the weights of these stages, and of the others an outline."""
+    chunks: list[nn.Module]
+    world: World
+
+    @classmethod
+    def of(cls, trainer: Any, config: ConfigContainer, world: World) -> TrainerStages:
+        """The stages of a Trainer's model, as an earlier call made them if there was one. Collective the first time.
+
+        Raises:
+            ConfigError: for a model that cannot be cut.
+        """
+        known = trainer.stages
+        if known is not None and known.whole is trainer.model:
+            made: TrainerStages = known
+            return made
+        whole = trainer.model
+        check_weights([whole])
+        chunks = cut_into_stages([whole], config, world)
+        _make_alike(chunks, world)
+        release(whole, chunks)
+        trainer.stages = cls(whole, chunks, world)
+        return trainer.stages  # type: ignore[no-any-return]
+
+    @property
+    def module(self) -> nn.Module:
+        """All of them as one module, for an optimizer."""
+        return self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
+
+    def weights(self) -> StateDict | None:
+        """The weights of the whole model on the CPU of rank 0; None on others. Collective."""
+        return weights_of_stages(self.chunks, self.world)
+
+
+@torch.no_grad()
+def _make_alike(chunks: Sequence[Any], world: World) -> None:
+    """Give replicas the weights of the first one, and both ends of a pipeline the same tied ones. Collective."""
+    for chunk in chunks if world.data.size > 1 else ():
+        for tensor in chunk.state_dict().values():
+            if not world.data.is_main:
+                tensor.zero_()
+            world.data.sum(tensor)
+    own = {name: one for chunk in chunks for name, one in chunk.named_parameters()}
+    [part] = [part for part in world.parts("pp") if world.rank in part]
+    for name in chunks[0].tied_weights:
+        shape = chunks[0].whole_shapes[name]
+        value = own[name].data if name in own else next(iter(own.values())).new_empty(shape)
+        dist.broadcast(value, part[0], group=world.group("pp"))
+
+
+def check_pipeline(trainer: Any, sizes: ParallelSizes) -> None:
+    """Refuse what the stages of a Trainer's model cannot do.
+
+    Args:
+        trainer: the Trainer, whose model might not exist yet.
+        sizes: the number of ranks along each axis, several along that of the pipeline.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    size = sizes.pp
+    if sizes.tp > 1 or sizes.dp_shard > 1:
+        raise ConfigError(
+            f"{_SIZE}={size} cannot be combined with parallel.tensor_model_parallel_size={sizes.tp} and "
+            f"parallel.data_parallel_shard_size={sizes.dp_shard} for a model of transformers; set both to 1."
+        )
+    found = next((name for name in _OVERRIDDEN if overrides(trainer, name)), None)
+    if found is not None:
+        raise ConfigError(
+            f"{type(trainer).__name__} overrides {found}, which has a whole model, but with {_SIZE}={size} a rank has "
+            f"some of its layers; use compute_loss_func, which is called with the outputs on the last stage, and "
+            f"factories in optimizers, or set the size to 1."
+        )
+    for name, value in (
+        ("fused_loss_factory", trainer.fused_loss_factory),
+        ("use_liger_kernel", trainer.args.use_liger_kernel),
+        ("enable_activation_checkpoint_fn", trainer.enable_activation_checkpoint_fn),
+    ):
+        if value:
+            raise ConfigError(f"{name} changes a whole model, which {_SIZE}={size} divides; leave it out.")
+    model = trainer.model
+    if model is None:
+        return
+    if is_of(model, "peft"):
+        raise ConfigError(
+            f"adapters of peft cannot be cut into stages ({_SIZE}={size}); use data parallelism for them."
+        )
+    num_layers_of(model)
+    check_stages(ModelConfig(hf_config=model.config.to_dict()))

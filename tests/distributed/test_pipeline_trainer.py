@@ -1,0 +1,98 @@
+"""`Trainer` with a model of transformers whose layers are on the ranks of a pipeline."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.forked_processes import Processes
+
+pytestmark = pytest.mark.distributed
+
+JOBS = "tests.support.jobs.pipeline_trainer_jobs"
+
+
+def trained(processes: Processes, place: Path, *trainers: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    place.mkdir(exist_ok=True)
+    settings = {"trainers": [{**one, "ranks": ranks, "directory": str(place / one["directory"])} for one in trainers]}
+    first, *others = processes.results(JOBS, "trainers", place, settings, ranks=ranks)
+    assert all(other == first for other in others)
+    found: list[dict[str, Any]] = first
+    return found
+
+
+def are_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-5), name
+
+
+def logits_of(directory: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.arange(24).view(2, 12)).logits
+    return logits
+
+
+def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Ragged labels with an empty micro-batch, tied embeddings, clipping, metrics of predictions, on all ranks."""
+    whole, _, rest, own, held = trained(
+        processes,
+        tmp_path,
+        {"directory": "whole"},
+        {"directory": "part", "steps": 2},
+        {"directory": "part", "resumes": True},
+        {"directory": "own", "overrides": True},
+        {"directory": "held", "object": True},
+        ranks=2,
+    )
+    assert "refused" not in whole, whole
+    assert rest == whole
+    assert "WithOwnLoss overrides compute_loss, which has a whole model" in own["refused"]
+    assert held["refused"].startswith("the AdamW in optimizers has the whole parameters of LlamaForCausalLM")
+    shutil.copytree(tmp_path / "part" / "checkpoint-2", tmp_path / "continued" / "checkpoint-2")
+    one, continued = trained(
+        processes, tmp_path, {"directory": "one"}, {"directory": "continued", "resumes": True}, ranks=1
+    )
+    are_close(one, whole)
+    are_close(continued, whole)
+    assert float((logits_of(tmp_path / "whole" / "final") - logits_of(tmp_path / "one" / "final")).abs().max()) < 1e-4
+
+
+INTERLEAVED = {"virtual_pipeline_model_parallel_size": 2}
+V = {"pipeline_schedule": "ZBVZeroBubble"}
+
+
+@pytest.mark.slow
+def test_every_kind_of_schedule_trains_20_steps_and_reads_a_checkpoint_of_one_process(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Interleaved, with an optimizer of a factory, and in a V, with the best model loaded at the end."""
+    rows: list[dict[str, Any]] = [
+        {"directory": "interleaved", "kind": "gpt2", "parallel": INTERLEAVED, "factory": True, "steps": 20},
+        {"directory": "v", "kind": "qwen3", "parallel": V, "best": True, "steps": 20},
+        {"directory": "mixtral", "kind": "mixtral", "steps": 20},
+    ]
+    expected = trained(processes, tmp_path / "alone", *rows, ranks=1)
+    for found, one in zip(trained(processes, tmp_path, *rows, ranks=2), expected, strict=True):
+        are_close(found, one)
+    shutil.copytree(tmp_path / "alone" / "v" / "checkpoint-10", tmp_path / "continued" / "checkpoint-10")
+    [continued] = trained(
+        processes, tmp_path, {**rows[1], "directory": "continued", "parallel": INTERLEAVED, "resumes": True}, ranks=2
+    )
+    are_close(continued, expected[1])
+
+
+@pytest.mark.slow
+def test_replicas_and_four_stages_train_as_one_process(processes: Processes, tmp_path: Path) -> None:
+    [replicas] = trained(processes, tmp_path, {"directory": "replicas", "rows": 1}, ranks=4)
+    [four] = trained(processes, tmp_path, {"directory": "four", "size": 4}, ranks=4)
+    [one] = trained(processes, tmp_path, {"directory": "one"}, ranks=1)
+    are_close(replicas, one)
+    are_close(four, one)

@@ -138,8 +138,8 @@ def test_numbers_of_micro_batches_are_those_that_torch_runs() -> None:
                        r"schedule 1F1B on 2 ranks does not run; use 4, or parallel.pipeline_schedule=GPipe\.$"),
         ({"batch": 10, "parallel__" + VIRTUAL: 2}, r"=10 gives 5 micro-batches .*1F1B .*; use 12, or .*=LoopedBFS"),
         ({"model__num_layers": 5}, r"^model.num_layers=5 cannot be divided into 2 equal stages"),
-        ({"ddp__use_distributed_optimizer": True, "optimizer__use_distributed_optimizer": True},
-         r"^ddp.use_distributed_optimizer=true is not supported with \S+=2, schedule 1F1B; set it to false"),
+        ({"ddp__use_distributed_optimizer": True, "ddp__overlap_grad_reduce": True},
+         r"^ddp.overlap_grad_reduce=true is not supported with \S+=2, schedule 1F1B; set it to false"),
         (
             {"peft__peft_scheme": "lora", "model__hf_config": {"num_hidden_layers": 4}},
             r"^peft.peft_scheme=lora is not supported with models of transformers, parallel.*; set it to null, or the",

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.distributed
 
 JOBS = "tests.support.jobs.pipeline_jobs"
 DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
+DIVIDED = ["ddp.use_distributed_optimizer=true", "ddp.bucket_cap_mb=0.05", "train.micro_batch_size=1"]
 PROOFS = [
     *(f"checkpoint.{key}=true" for key in ("certify", "validate_replication")),
     *("train.check_weight_hash_across_dp_replicas_interval=1", "optimizer.decoupled_lr=0.002"),
@@ -97,8 +98,51 @@ def test_stages_are_divided_further_between_ranks(processes: Processes, tmp_path
         row("1F1B", TIED, KEPT, *SHARDS, ranks=4, dtype="float64"),
         row("Interleaved1F1B", TWO, TIED, *SHARDS, ranks=4, dtype="float64", step="mean"),
         row("ZBVZeroBubble", *SHARDS, ranks=4, dtype="float64"),
+        row("1F1B", TIED, *DIVIDED, ranks=4, dtype="float64"),
+        row("ZBVZeroBubble", *DIVIDED, ranks=4, dtype="float64"),
     ]
     check(processes, tmp_path, wanted, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_stages_whose_updates_are_divided_train_20_steps_as_one_process(
+    processes: Processes, tmp_path: Path, dtype: str
+) -> None:
+    wanted = [
+        row(name, *keys, *DIVIDED, ranks=4, dtype=dtype) for name, keys in SCHEDULES.items() if name != "DualPipeV"
+    ]
+    wanted += [row("1F1B", TIED, *DIVIDED, ranks=4, dtype=dtype)]
+    check(processes, tmp_path, wanted, 20)
+    runs = [results(processes, tmp_path, wanted[-1:], 4) for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
+    of_all = [row("ZBVZeroBubble", *DIVIDED, *TENSORS[:1], ranks=8, dtype=dtype)]
+    check(processes, tmp_path, of_all, 3)
+
+
+@pytest.mark.slow
+def test_divided_updates_of_stages_continue_to_the_bit_and_in_other_layouts(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """From the checkpoints of an interrupted run: with its layout, in one process, and with other ranks."""
+    keys = [*row("Interleaved1F1B", TWO, *DIVIDED, "train.micro_batch_size=1", "checkpoint.async_save=true")[0]]
+    whole = pretrained(processes, tmp_path, "whole", 4, *keys, *PROOFS)
+    for number, (name, ranks, others) in enumerate(
+        [
+            ("own", 4, [*keys, *PROOFS]),
+            ("one", 1, PROOFS),
+            ("sharded", 2, [*PROOFS, "parallel.data_parallel_shard_size=2"]),
+        ]
+    ):
+        before = pretrained(processes, tmp_path, name, 4, *keys, *PROOFS, "train.exit_interval=2")
+        after = pretrained(processes, tmp_path, name, ranks, *others)
+        assert before["prints"][1] == after["prints"][0]
+        for value in ("losses", "norms"):
+            assert furthest(before[value] + after[value], whole[value]) <= (1e-5 if number else 0.0), (name, value)
+    back = pretrained(processes, tmp_path, "back", 1, *PROOFS, "train.exit_interval=2")
+    rest = pretrained(processes, tmp_path, "back", 4, *keys, *PROOFS)
+    assert back["prints"][1] == rest["prints"][0]
+    assert furthest(back["losses"] + rest["losses"], whole["losses"]) <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,11 @@ class Member:
         """`grad` of the parameter before a backward pass, to which autograd adds; a DTensor has none."""
         return self.gradient if as_dtensor(self.parameter) is None else None
 
-    def take(self, grad: Tensor) -> None:
-        """Add a gradient of a backward pass to this rank's.
-
-        Args:
-            grad: of the parameter.
-        """
+    def take_from_parameter(self) -> None:
+        """Add `grad` of the parameter, if it is not in the buffer: of a DTensor, or where somebody has cleared it."""
+        grad = self.parameter.grad
+        if grad is None or grad is self.gradient:
+            return
         known = as_dtensor(grad)
         if known is not None:
             from torch.distributed.tensor import Partial
@@ -105,6 +104,7 @@ class Member:
                 wanted[-1] = Partial()
             grad = known.redistribute(placements=wanted).to_local()
         self.gradient.add_(grad)
+        self.parameter.grad = self.first_grad
 
     @property
     def summing(self) -> ProcessGroup:
@@ -290,6 +290,7 @@ def _member(
 
     shard = nn.Parameter(divided(values[start : start + own]))
     shard.model_parameter, parameter.updated_shard = parameter, shard  # type: ignore[attr-defined]
+    shard.shared = getattr(parameter, "shared", False)  # type: ignore[attr-defined]
     gradient = gradients[:size].view(shape)
     return Member(name, parameter, gradient, shard, divided(received[:own]), id(parameter) in summands)
 

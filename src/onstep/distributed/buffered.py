@@ -85,6 +85,11 @@ class BufferedDataParallel(nn.Module):
         self.zero_grad_buffer()
 
     @property
+    def pipeline_seat(self) -> object:
+        """Which stage of a pipeline the model is; None for a whole one."""
+        return getattr(self.module, "pipeline_seat", None)
+
+    @property
     def members(self) -> list[Member]:
         """The trained parameters."""
         return [one for bucket in self.buckets for one in bucket.members]
@@ -181,6 +186,13 @@ class BufferedDataParallel(nn.Module):
             handle.remove()
         for one in self.members:
             one.parameter.grad = None
+
+    def take_gradients(self) -> None:
+        """Take what passes have left that call no hooks, as those of zero-bubble schedules; what has none has zeros."""
+        for one in self.members:
+            if one.parameter.requires_grad:
+                self._used.add(id(one.parameter))
+                one.take_from_parameter()
 
     def finish_grad_sync(self) -> None:
         """Sum the gradients over the ranks, if that is not done: they are then those of the shards. Collective.
@@ -323,11 +335,8 @@ class _Arrival:
         self._chunk, self._member = chunk, member
 
     def __call__(self, parameter: Tensor) -> None:
-        member, chunk = self._member, self._chunk
-        if parameter.grad is not None and parameter.grad is not member.gradient:  # somebody has cleared it otherwise
-            member.take(parameter.grad)
-            parameter.grad = member.first_grad
-        chunk.arrived(member)
+        self._member.take_from_parameter()
+        self._chunk.arrived(self._member)
 
 
 def buffered_data_parallel(

@@ -71,13 +71,15 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
         raise ConfigError(
             f"parallel.pipeline_schedule={schedule.name} has both ends of the model on one rank, whose tied embedding "
             f"cannot be in the shards of both; set model.share_embeddings_and_output_weights=false, "
-            f"parallel.data_parallel_shard_size=1, or parallel.pipeline_schedule=1F1B."
+            f"parallel.data_parallel_shard_size=1 and ddp.use_distributed_optimizer=false, or "
+            f"parallel.pipeline_schedule=1F1B."
         )
     sizes = config.parallel_sizes(ranks)
     if config.model.hf_config is not None and (sizes.tp > 1 or _divides_model(config, ranks)):
         raise ConfigError(
             f"parallel.pipeline_model_parallel_size={pp} cannot divide the stages of a model of transformers further "
-            f"(model.hf_config); set parallel.tensor_model_parallel_size=1 and parallel.data_parallel_shard_size=1."
+            f"(model.hf_config); set parallel.tensor_model_parallel_size=1, parallel.data_parallel_shard_size=1 and "
+            f"ddp.use_distributed_optimizer=false."
         )
     number = _num_layers(config)
     if number:
@@ -97,7 +99,10 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
 
 
 def _divides_model(config: ConfigContainer, ranks: int) -> bool:
-    return config.parallel.data_parallel_shard_size != 1 and config.parallel_sizes(ranks).dp_shard > 1
+    """Whether ranks of data have parts of the model or of its updates."""
+    sizes = config.parallel_sizes(ranks)
+    is_sharded = config.parallel.data_parallel_shard_size != 1 and sizes.dp_shard > 1
+    return is_sharded or (config.ddp.use_distributed_optimizer and sizes.data > 1)
 
 
 def _check_values(config: ConfigContainer, supported: dict[str, tuple[Any, ...]], where: str) -> None:
@@ -128,7 +133,9 @@ def _written(value: object) -> str:
 _OFF: tuple[Any, ...] = (False,)
 _NOT_IN_A_PIPELINE: dict[str, tuple[Any, ...]] = {
     "ddp.sync_each_micro_batch": (None, False),
-    "ddp.use_distributed_optimizer": _OFF,
+    "ddp.overlap_grad_reduce": _OFF,
+    "ddp.overlap_param_gather": _OFF,
+    "ddp.fp8_param_gather": _OFF,
     "model.offload_activations": _OFF,
     "peft.base_quantization": (None,),
     "optimizer.optimizer": ("adam", "adamw", "sgd", "muon"),

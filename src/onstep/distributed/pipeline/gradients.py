@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from onstep.distributed.shards import held_part, held_parts, sharded_modules
+from onstep.distributed.shards import held_part, held_parts, sharded_modules, updated_shard
 from onstep.distributed.world import World
 
 _BUCKET_BYTES = 25 * 2**20
+
+
+class Divided(Protocol):
+    """A stage whose updates ranks divide."""
+
+    def take_gradients(self) -> None: ...
+    def finish_grad_sync(self) -> None: ...
 
 
 class StageGradients:
@@ -23,10 +31,13 @@ class StageGradients:
         chunks: the stages of this rank.
         world: the ranks of the run.
         tied: the names of the parameters that the first stage and the last, on other ranks, have both.
+        divided: what sums the gradients of the stages, where ranks divide their updates.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], world: World, *, tied: Sequence[str]) -> None:
-        self._world = world
+    def __init__(
+        self, chunks: Sequence[nn.Module], world: World, *, tied: Sequence[str], divided: Sequence[Divided] = ()
+    ) -> None:
+        self._world, self._divided = world, divided
         self._tied: list[nn.Parameter] = []
         self._embedding = None
         if tied:
@@ -36,8 +47,8 @@ class StageGradients:
                 here = {name: one for chunk in chunks for name, one in chunk.named_parameters()}
                 self._tied = [here[name] for name in tied]
         parameters = dict.fromkeys(one for chunk in chunks for one in chunk.parameters())
-        are_replicas = world.data.size > 1 and not any(map(sharded_modules, chunks))  # FSDP2 sums those of its shards
-        self._buckets = list(_buckets([*parameters])) if are_replicas else []
+        are_replicas = world.data.size > 1 and not divided and not any(map(sharded_modules, chunks))
+        self._buckets = list(_buckets([*parameters])) if are_replicas else []  # FSDP2 sums those of its shards
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -45,7 +56,10 @@ class StageGradients:
 
         Callbacks may freeze and unfreeze parameters, alike on all ranks.
         """
-        for tied in (one for one in self._tied if one.requires_grad):
+        for chunk in self._divided:
+            chunk.take_gradients()
+            chunk.finish_grad_sync()
+        for tied in (updated_shard(one) for one in self._tied if one.requires_grad):
             if tied.grad is None:
                 tied.grad = torch.zeros_like(tied)
             self._world.reduce(held_part(tied.grad), dist.ReduceOp.SUM, "embd", self._embedding)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from onstep.config.pipelines import schedule_of
+from onstep.distributed.buffered import buffered_chunks
 from onstep.distributed.pipeline.gradients import StageGradients
 from onstep.distributed.pipeline.seats import seat_of
 from onstep.errors import ConfigError
@@ -48,7 +49,9 @@ class PipelineEngine:
         )
         is_v = schedule_of(self.run.cfg.parallel).chunks == "two"
         tied = () if is_v else self.staged.chunks[0].tied_weights
-        self.gradients = StageGradients(self.staged.chunks, self.run.world, tied=tied)
+        self.gradients = StageGradients(
+            self.staged.chunks, self.run.world, tied=tied, divided=buffered_chunks(job.model)
+        )
 
     def compute(self, step: Step) -> None:
         """Run the passes of all micro-batches, and sum the gradients that several ranks have."""

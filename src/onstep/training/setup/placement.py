@@ -72,14 +72,14 @@ def place(
     for chunk, names in zip(placed, shared, strict=True):
         for name in names:
             chunk.get_parameter(name).shared = True  # type: ignore[attr-defined]
-    if in_shards or in_stages:  # whose engine sums the gradients of replicas
+    if in_shards:
         return placed
-    has_tensors = world.sizes.tp > 1
-    if config.ddp.use_distributed_optimizer and (world.data.size > 1 or (ddp.fp8_param_gather and not has_tensors)):
-        if not has_tensors:
+    is_cut = world.sizes.tp > 1 or in_stages
+    if config.ddp.use_distributed_optimizer and (world.data.size > 1 or (ddp.fp8_param_gather and not is_cut)):
+        if not is_cut:
             check_ranks(placed, world)
         return buffered_data_parallel(placed, world, ddp)
-    return placed if has_tensors else data_parallel(placed, world, ddp)
+    return placed if is_cut else data_parallel(placed, world, ddp)  # the engine of stages sums those of replicas
 
 
 def _is_in_shards(chunks: Sequence[nn.Module], config: ConfigContainer, world: World) -> bool:

@@ -13,11 +13,14 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from onstep.checkpoint import SharingPattern, StateComponent
 from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from, is_number
-from onstep.distributed.shards import held_part, is_in_shards, sharded_modules
+from onstep.distributed.pipeline.whole import pipeline_of
+from onstep.distributed.shards import held_part, is_in_shards
 from onstep.errors import require, warn_once
 from onstep.events import Control, RunState, TrainerCallback
 from onstep.events.context import plain_name
+from onstep.metrics.norms.named_parameters import Model, chunks_of, named_parameters, reshard
 from onstep.train_state import StateDict
+from onstep.training.checkpointing.over_stages import destinations_here, of_all_stages
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -30,8 +33,6 @@ Update = Callable[[list[Tensor], list[Tensor], int], None]
 
 class _Averaging(TrainerCallback):
     """What both callbacks share: the averages, and when they replace the weights."""
-
-    needs_whole_model = True
 
     def __init__(self, start_step: int, every: int, evaluate: bool, apply_at_end: bool) -> None:
         is_step = is_integer_from(start_step, 0)
@@ -64,7 +65,8 @@ class _Averaging(TrainerCallback):
     def state_components(self, model: nn.Module) -> list[StateComponent]:
         """The averages, which every checkpoint holds once for all ranks; those of a model in shards are in shards."""
         key = f"average_{type(self).__name__.lower()}"
-        pattern = SharingPattern.SHARDED if is_in_shards(model) else SharingPattern.REPLICATED
+        is_sharded = pipeline_of(model) is not None or is_in_shards(model)
+        pattern = SharingPattern.SHARDED if is_sharded else SharingPattern.REPLICATED
         return [StateComponent(key, _AveragesOf(model, self._averages), pattern, required=False)]
 
     def on_train_begin(
@@ -76,30 +78,30 @@ class _Averaging(TrainerCallback):
             self._averages.clear()
         self._averages.is_loaded, self._averages.is_training = False, True
 
-    def on_step_end(self, args: object, state: RunState, control: object, model: nn.Module, **kwargs: object) -> None:
+    def on_step_end(self, args: object, state: RunState, control: object, model: Model, **kwargs: object) -> None:
         """Add the weights to the averages."""
         self._averages.put_back(model)
         if state.global_step > self.start_step and (state.global_step - self.start_step) % self.every == 0:
             self._averages.add(model, self._update())
 
-    def on_eval_start(self, args: object, state: object, control: object, model: nn.Module, **kwargs: object) -> None:
+    def on_eval_start(self, args: object, state: object, control: object, model: Model, **kwargs: object) -> None:
         """Put the averages in place of the weights."""
         if self.evaluate:
             self._averages.put_in(model)
 
-    def on_evaluate(self, args: object, state: object, control: object, model: nn.Module, **kwargs: object) -> None:
+    def on_evaluate(self, args: object, state: object, control: object, model: Model, **kwargs: object) -> None:
         """Put the weights back."""
         self._averages.put_back(model)
 
-    def on_save_begin(self, args: object, state: object, control: object, model: nn.Module, **kwargs: object) -> None:
+    def on_save_begin(self, args: object, state: object, control: object, model: Model, **kwargs: object) -> None:
         """Put the weights back after an evaluation that was interrupted: a checkpoint holds both."""
         self._averages.put_back(model)
 
-    def on_exception(self, args: object, state: object, control: object, model: nn.Module, **kwargs: object) -> None:
+    def on_exception(self, args: object, state: object, control: object, model: Model, **kwargs: object) -> None:
         """Likewise after an evaluation that failed."""
         self._averages.put_back(model)
 
-    def on_train_end(self, args: object, state: object, control: object, model: nn.Module, **kwargs: object) -> None:
+    def on_train_end(self, args: object, state: object, control: object, model: Model, **kwargs: object) -> None:
         """Give the model the averages, once the last checkpoint is saved."""
         is_training, self._averages.is_training = self._averages.is_training, False
         if is_training:
@@ -192,7 +194,7 @@ class _Averages:
         self.by_name, self.count, self._weights = {}, 0, []
 
     @torch.no_grad()
-    def add(self, model: nn.Module, update: Update) -> None:
+    def add(self, model: Model, update: Update) -> None:
         """Average the current weights in."""
         weights = _trainable(model)
         if not self.by_name:
@@ -205,11 +207,11 @@ class _Averages:
         self.count += 1
 
     @torch.no_grad()
-    def put_in(self, model: nn.Module) -> None:
+    def put_in(self, model: Model) -> None:
         """Put the averages in place of the weights, which are kept; not those of two callbacks at once."""
         if not self.by_name or self._weights:
             return
-        if _EVALUATED.setdefault(model, self) is not self:
+        if _EVALUATED.setdefault(chunks_of(model)[0], self) is not self:
             warn_once(
                 logger, "two callbacks average the weights: evaluations use the first; pass evaluate=False to the other"
             )
@@ -219,15 +221,15 @@ class _Averages:
         torch._foreach_copy_(_held(weights), self._of(weights))
 
     @torch.no_grad()
-    def put_back(self, model: nn.Module) -> None:
+    def put_back(self, model: Model) -> None:
         """Put the kept weights back, if any."""
         if self._weights:
             torch._foreach_copy_(_held(_trainable(model)), self._weights)
             self._weights = []
-            _EVALUATED.pop(model, None)
+            _EVALUATED.pop(chunks_of(model)[0], None)
 
     @torch.no_grad()
-    def give_to(self, model: nn.Module) -> None:
+    def give_to(self, model: Model) -> None:
         """Copy the averages into the weights."""
         if self.by_name:
             weights = _trainable(model)
@@ -255,24 +257,34 @@ class _AveragesOf:
     """
 
     def __init__(self, model: nn.Module, averages: _Averages) -> None:
-        self._weights = {plain_name(name): weight for name, weight in model.named_parameters()}
+        self._pipeline = pipeline_of(model)
+        self._weights = named_parameters(model if self._pipeline is None else self._pipeline.chunks)
         self._averages = averages
 
     def state_dict(self) -> StateDict:
-        """The averages by name, and their count."""
-        return {"averages": dict(self._averages.by_name), "count": self._averages.count}
+        """The averages by name, and their count. Collective in a pipeline."""
+        averages = dict(self._averages.by_name)
+        if self._pipeline is not None:
+            averages = of_all_stages(averages, self._pipeline.world)
+        return {"averages": averages, "count": self._averages.count}
 
     def destinations(self, outline: StateDict) -> StateDict:
         """New tensors for the averages, laid out as the weights: a rank reads the part that it holds."""
-        found = {plain_name(name): average for name, average in outline["averages"].items()}
-        for name, weight in self._weights.items():
-            if name in found:
-                found[name] = torch.empty_like(weight.detach(), dtype=found[name].dtype)
-        return {**outline, "averages": found}
+        stored = {plain_name(name): average for name, average in outline["averages"].items()}
+        found = {
+            name: torch.empty_like(weight.detach(), dtype=stored[name].dtype)
+            for name, weight in self._weights.items()
+            if name in stored
+        }
+        if self._pipeline is None:
+            return {**outline, "averages": stored | found}
+        return {**outline, "averages": destinations_here(found, stored, self._pipeline.world)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue with these."""
         found = {plain_name(name): average for name, average in state_dict["averages"].items()}
+        if self._pipeline is not None:
+            found = {name: average for name, average in found.items() if name in self._weights}
         self._averages.set_to(found, int(state_dict["count"]))
 
 
@@ -281,7 +293,6 @@ def _held(weights: Mapping[str, Tensor]) -> list[Tensor]:
     return [held_part(weight) for weight in weights.values()]
 
 
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    for module in sharded_modules(model):
-        module.reshard()  # an evaluation leaves what it has gathered
-    return {plain_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
+def _trainable(model: Model) -> dict[str, Tensor]:
+    reshard(model)  # an evaluation leaves what it has gathered
+    return {name: weight for name, weight in named_parameters(model).items() if weight.requires_grad}

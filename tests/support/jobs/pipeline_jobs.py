@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from onstep import Callback, CallbackManager, pretrain
+from onstep.callbacks import EMA
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.data import TrainLoader
 from onstep.distributed import open_world
@@ -256,7 +257,7 @@ def job_pretrain(settings: dict[str, Any]) -> Any:
     config.run.output_dir, config.run.name = settings["output"], settings["name"]
     apply_overrides(config, [f"train.train_iters={settings['steps']}", *settings["keys"]])
     curve, evaluated, drifts = Curve(), Evaluated(), Drifts(*settings.get("drifts", (-1, 0, "")))
-    callbacks: list[Any] = [curve, evaluated, drifts]
+    callbacks: list[Any] = [curve, evaluated, drifts, EMA(0.5, apply_at_end=False)]
     if "dies" in settings:
         callbacks.append(Halts(settings["dies"], dies=True))
     try:

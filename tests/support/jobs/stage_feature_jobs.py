@@ -14,7 +14,7 @@ import torch
 
 from onstep import Callback, pretrain
 from onstep.analysis.logs.samples_log import FILE_NAME
-from onstep.callbacks import GradNormLogger, ParameterNormLogger, TextgenCallback, WeightNormLogger
+from onstep.callbacks import EMA, GradNormLogger, ParameterNormLogger, TextgenCallback, WeightNormLogger
 from onstep.config import apply_overrides
 from onstep.distributed import open_world
 from onstep.errors import OnstepError
@@ -73,7 +73,8 @@ def run(settings: dict[str, Any], number: int, keys: list[str], trouble: str = "
     curve, evaluated, end = Curve(), Evaluated(), ""
     texts = TextgenCallback(None, ["The", "a license"], max_new_tokens=4)
     try:
-        measured = [GradNormLogger(), ParameterNormLogger(power_iter_steps=3), WeightNormLogger()]
+        average = EMA(0.5, apply_at_end=False)
+        measured = [GradNormLogger(), ParameterNormLogger(power_iter_steps=3), WeightNormLogger(), average]
         pretrain(config, callbacks=[curve, evaluated, texts, *measured, Trouble(trouble)])
     except SystemExit as left:
         end = f"exit {left.code}"

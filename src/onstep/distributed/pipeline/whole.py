@@ -23,6 +23,12 @@ StageForward = Callable[[nn.Module, Tensor | None], Tensor]
 """(stage, what the stage before has computed); what is sent on, or of the last stage the result."""
 
 
+def pipeline_of(chunk: nn.Module) -> WholePipeline | None:
+    """The pipeline that a chunk is a stage of; None for a whole model."""
+    found = getattr(chunk, "pipeline", None)
+    return found if isinstance(found, WholePipeline) else None
+
+
 class WholePipeline:
     """The stages of this rank as a part of all of them.
 
@@ -34,7 +40,7 @@ class WholePipeline:
 
     def __init__(self, chunks: Sequence[nn.Module], world: World, schedule: Schedule) -> None:
         self.chunks = list(chunks)
-        self._world, self._schedule = world, schedule
+        self.world, self._schedule = world, schedule
 
     def __deepcopy__(self, memo: object) -> WholePipeline:
         """The same object: ranks and groups have no copies."""
@@ -50,7 +56,7 @@ class WholePipeline:
         """
         self._forward, self._result = forward, result
         self._passes.forward([shape])
-        dist.broadcast(result, self._last_rank, group=self._world.group("pp"))
+        dist.broadcast(result, self._last_rank, group=self.world.group("pp"))
         return result
 
     def merged(self, own: Mapping[str, Item]) -> dict[str, Item]:
@@ -59,7 +65,7 @@ class WholePipeline:
         Args:
             own: small picklable objects of this rank, by names of parameters.
         """
-        of_ranks, merged = self._world.gather(dict(own)), {}
+        of_ranks, merged = self.world.gather(dict(own)), {}
         for rank in self._ranks:
             merged |= {name: item for name, item in of_ranks[rank].items() if name not in merged}
         order = {name: place for place, name in enumerate(names_of_whole(self.chunks[0]))}
@@ -70,7 +76,7 @@ class WholePipeline:
         from onstep.distributed.pipeline.passes import Passes  # imports torch's pipelines
 
         dtype = next(self.chunks[0].parameters()).dtype
-        return Passes(self.chunks, self._world, self._schedule, dtype, self._pass)
+        return Passes(self.chunks, self.world, self._schedule, dtype, self._pass)
 
     @property
     def _last_rank(self) -> int:
@@ -78,7 +84,7 @@ class WholePipeline:
 
     @property
     def _ranks(self) -> tuple[int, ...]:
-        [ranks] = [part for part in self._world.parts("pp") if self._world.rank in part]
+        [ranks] = [part for part in self.world.parts("pp") if self.world.rank in part]
         return ranks
 
     def _pass(self, number: int, index: int, received: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from onstep.distributed.pipeline.whole import WholePipeline
+from onstep.distributed.pipeline.whole import WholePipeline, pipeline_of
 from onstep.distributed.shard_sums import ShardSums
 from onstep.distributed.shards import Split, is_sharded, local_part, split_of, updated_shard
 from onstep.metrics.norms.named_parameters import Model, chunks_of, measurable_parameters, named_parameters, reshard
@@ -163,8 +163,7 @@ def are_over_ranks(model: Model) -> bool:
 
 
 def _pipeline_of(model: Model) -> WholePipeline | None:
-    found = getattr(next(iter(chunks_of(model)), None), "pipeline", None)
-    return found if isinstance(found, WholePipeline) else None
+    return next(map(pipeline_of, chunks_of(model)), None)
 
 
 def _norms_here(local: LocalNorms, model: Model, *, are_of_gradients: bool) -> dict[str, float]:

@@ -101,14 +101,8 @@ class OptimizerOverStages(OptimizerState):
     def state_dict(self) -> StateDict:
         """The state by name, in the order of the groups, with stand-ins for what is of other stages. Collective."""
         own = super().state_dict()
-        [part] = [part for part in self._world.parts("pp") if self._world.rank in part]
-        everywhere = self._world.gather((_outline(own["state"]), own["param_groups"]))
-        others = [everywhere[rank] for rank in part]
-        state: dict[str, Any] = {}
-        for values, _ in others:
-            for name, value in values.items():
-                state[name] = own["state"][name] if name in own["state"] else _present(value, self._world)
-        groups = self._merged([groups for _, groups in others])
+        state = of_all_stages(own["state"], self._world)
+        groups = self._merged(_of_stages(own["param_groups"], self._world))
         in_order = {name: state[name] for group in groups for name in group["params"] if name in state}
         return {**own, "state": in_order | state, "param_groups": groups}
 
@@ -117,13 +111,7 @@ class OptimizerOverStages(OptimizerState):
         if not isinstance(outline.get("state"), Mapping):
             return super().destinations(outline)
         found = super().destinations(self._of_here(outline))["state"]
-        return {
-            **outline,
-            "state": {
-                name: found[name] if name in found else _absent(value, self._world)
-                for name, value in outline["state"].items()
-            },
-        }
+        return {**outline, "state": destinations_here(found, outline["state"], self._world)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the part of a state that is of this rank's stages."""
@@ -154,6 +142,38 @@ class OptimizerOverStages(OptimizerState):
         for group in merged.values():
             group["params"].sort(key=lambda name: self._order.get(name, len(self._order)))
         return list(merged.values())
+
+
+def of_all_stages(own: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """What all stages have by name of a parameter, with stand-ins for the tensors of others. Collective.
+
+    Args:
+        own: of this rank's stages: tensors, or mappings with tensors.
+        world: the ranks of the run.
+    """
+    state: dict[str, Any] = {}
+    for values in _of_stages(_outline(own), world):
+        for name, value in values.items():
+            state[name] = own[name] if name in own else _present(value, world)
+    return state
+
+
+def destinations_here(found: Mapping[str, Any], outline: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Where each part of a stored state goes: this rank's parts to `found`, those of other stages nowhere.
+
+    Args:
+        found: the destinations of what is of this rank, by name.
+        outline: the stored state by name, with tensors on the meta device.
+        world: the ranks of the run.
+    """
+    return {name: found[name] if name in found else _absent(value, world) for name, value in outline.items()}
+
+
+def _of_stages(own: Any, world: World) -> list[Any]:
+    """The item of each rank of the pipeline. Collective."""
+    [part] = [part for part in world.parts("pp") if world.rank in part]
+    everywhere = world.gather(own)
+    return [everywhere[rank] for rank in part]
 
 
 def _outline(value: Any) -> Any:

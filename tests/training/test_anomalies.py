@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from onstep import Callback, CallbackManager
+from onstep.config.parallel_sizes import ParallelSizes
 from onstep.data import TrainLoader
 from onstep.errors import AnomalyError, ConfigError, NonFiniteError
 from onstep.events import Request
 from onstep.optim import DeviceFiniteGate, TrainingOptimizer
 from onstep.train_state import TrainState
 from onstep.training import GlobalState
+from onstep.training.anomalies.bad_samples import Findings, sharers_of
 from onstep.training.anomalies.gate import AnomalyGate
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.stages.actions import RollBack
@@ -179,6 +181,16 @@ def test_a_step_that_cannot_be_computed_again_still_names_its_samples(caplog: py
     with pytest.raises(NonFiniteError, match="every local loss was finite"):
         run(small_state(train_iters=1), step=fragile, data=loader(Rows(gradient=tuple(range(12)))))
     assert "RuntimeError: only once" in caplog.text
+
+
+def test_samples_are_those_of_the_ranks_that_share_them() -> None:
+    """Two pipelines of two stages: ranks 0 and 2 have the first half of the samples."""
+    sharers = sharers_of(ParallelSizes(pp=2, dp_replicate=2))
+    assert sharers_of(ParallelSizes(dp_shard=2, tp=2)) == [[0, 1], [2, 3]]
+    assert str(Findings([], [[[4, 5]], [[6]]], sharers=sharers)).endswith(
+        "in the backward pass of ranks 0, 2, sample ids [[4, 5]]; ranks 1, 3, sample ids [[6]]"
+    )
+    assert str(Findings([], [[[4, 5]], [[6]]])).endswith(" of rank 0, sample ids [[4, 5]]; rank 1, sample ids [[6]]")
 
 
 def test_buffers_go_back_to_before_a_skipped_step() -> None:

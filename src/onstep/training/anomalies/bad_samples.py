@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from onstep.checkpoint import RngState
+from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed import World, no_sync
 from onstep.distributed.exchanges import own_gradients
 from onstep.distributed.pipeline.seats import is_staged
@@ -47,9 +48,11 @@ class Findings:
 
     bad_samples: list[BadSamples]
     ids_by_rank: list[list[list[int]] | None]
-    """Sample ids of every rank's micro-batches; None if samples have no index."""
+    """Sample ids of the micro-batches of each share of the samples; None if samples have no index."""
     worst: list[WorstSample] = field(default_factory=list)
     """The samples of a spike with the largest losses."""
+    sharers: list[list[int]] = field(default_factory=list)
+    """The ranks that have each share; by default one for each, in their order."""
 
     @property
     def sample_ids(self) -> list[int] | None:
@@ -63,7 +66,12 @@ class Findings:
     def __str__(self) -> str:
         if self.bad_samples:
             return "; ".join(map(str, self.bad_samples))
-        ranks = [f"rank {rank}, sample ids {ids}" for rank, ids in enumerate(self.ids_by_rank) if ids]
+        sharers = self.sharers or [[rank] for rank in range(len(self.ids_by_rank))]
+        ranks = [
+            f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}, sample ids {ids}"
+            for those, ids in zip(sharers, self.ids_by_rank, strict=True)
+            if ids
+        ]
         return (
             "every local loss was finite, so a gradient overflowed or became NaN in the backward pass"
             + " of " * bool(ranks)
@@ -85,7 +93,18 @@ def find_bad_samples(
     bad_samples = _named_once([(found, share) for found, share, _ in by_rank])
     if not bad_samples and step is not None:
         bad_samples = _named_once(world.gather((_bad_gradients(job, step, sample_ids), world.data.rank)))
-    return Findings(bad_samples, world.data.one_of_each([ids for *_, ids in by_rank]))
+    ids_of_shares = world.data.one_of_each([ids for *_, ids in by_rank])
+    return Findings(bad_samples, ids_of_shares, sharers=sharers_of(world.sizes))
+
+
+def sharers_of(sizes: ParallelSizes) -> list[list[int]]:
+    """The ranks that have each share of the samples, in the order of the shares.
+
+    Args:
+        sizes: the number of ranks along each axis.
+    """
+    ranks = range(sizes.ranks)
+    return [[rank for rank in ranks if sizes.data_rank(rank) == share] for share in range(sizes.data)]
 
 
 def _named_once(found: list[tuple[list[BadSamples], int]]) -> list[BadSamples]:

@@ -17,7 +17,7 @@ from onstep.events import Request
 from onstep.events.control import BEFORE_UPDATE
 from onstep.optim import HostFiniteGate
 from onstep.training.anomalies.anomaly import Anomaly, too_many
-from onstep.training.anomalies.bad_samples import Findings, find_bad_samples
+from onstep.training.anomalies.bad_samples import Findings, find_bad_samples, sharers_of
 from onstep.training.anomalies.spikes import SpikeDetector
 from onstep.training.anomalies.worst_samples import find_worst_samples
 from onstep.training.compute.loss_sums import StepLoss
@@ -261,7 +261,8 @@ class AnomalyGate(Feature[Job]):
         if found.is_non_finite and record is not None:
             findings = find_bad_samples(self._job, record.micros, ids, self._job.last if is_this_step else None)
         else:
-            findings = Findings([], self._state.world.data.gather(ids))
+            world = self._state.world
+            findings = Findings([], world.data.gather(ids), sharers=sharers_of(world.sizes))
             if found.is_spike and is_this_step and self._job.last is not None:
                 findings = replace(findings, worst=find_worst_samples(self._job, self._job.last))
         if self._buffers is not None and is_this_step:

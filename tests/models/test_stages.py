@@ -10,6 +10,7 @@ import torch
 from onstep.config import ModelConfig
 from onstep.distributed.pipeline.seats import Seat, is_staged, seat_of
 from onstep.errors import ConfigError
+from onstep.metrics.model_shape import ModelShape, num_parameters
 from onstep.models.stages import TransformerStage, cut
 from onstep.models.transformer import Transformer, build_transformer
 from tests.support.small_configs import GPT2, SIZES
@@ -90,3 +91,15 @@ def test_a_stage_knows_its_seat_and_does_not_generate_by_itself() -> None:
         stage(torch.zeros(1, 1, dtype=torch.int64), cache=object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"stage 1 of a pipeline has no input"):
         stage(torch.zeros(1, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_shape_of_a_stage_counts_its_experts_and_the_depths_of_the_last(tied: bool) -> None:
+    options = {"num_moe_experts": 4, "moe_layer_freq": [1, 0, 0, 1], "mtp_num_layers": 2}
+    whole = whole_of(**options, share_embeddings_and_output_weights=tied)
+    shape = ModelShape.of(whole.config)
+    assert shape is not None
+    for seat in seats(1, 2, 1):
+        [stage] = cut(whole, [seat])
+        of_stage = shape.of_stages([*seat.layers], has_embedding=seat.is_first, has_head=seat.is_last)
+        assert num_parameters(of_stage) == sum(one.numel() for one in stage.parameters()), seat

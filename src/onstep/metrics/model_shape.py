@@ -138,11 +138,14 @@ class ModelShape:
             has_embedding: whether the first stage is among its own.
             has_head: whether the last one is.
         """
+        depth = self.mtp_depth if has_head else 0  # predicts from embeddings, of which the last stage has a copy
+        own = [*layers, *range(self.num_layers, self.num_layers + depth)]
         return replace(
             self,
             num_layers=len(layers),
-            moe_layers=tuple(self.moe_layers[index] for index in layers) if self.moe_layers else (),
-            has_embedding=has_embedding,
+            mtp_depth=depth,
+            moe_layers=tuple(self.moe_layers[index] for index in own) if self.moe_layers else (),
+            has_embedding=has_embedding or depth > 0,
             has_head=has_head,
         )
 

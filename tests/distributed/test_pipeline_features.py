@@ -34,6 +34,7 @@ BIAS = ["model.moe_router_enable_expert_bias=true", "model.moe_router_score_func
 GLOBAL = ["model.moe_router_load_balancing_type=[seq_aux_loss,global_aux_loss]", "model.moe_aux_loss_coeff=[0.01,0.02]"]
 SOME, MORE = "model.moe_layer_freq=[1,0,0,1]", "model.mtp_num_layers=2"
 TIED = "model.share_embeddings_and_output_weights=true"
+WATCHED = ["logger.timing_log_level=2", "straggler.log_straggler=true", "profiling.nvtx_ranges=true"]
 ONE, V = "parallel.pipeline_schedule=1F1B", "parallel.pipeline_schedule=ZBVZeroBubble"
 TWO = "parallel.virtual_pipeline_model_parallel_size=2"
 Row = tuple[list[str], str]
@@ -82,11 +83,31 @@ def test_what_one_process_trains_with_a_pipeline_does_too(processes: Processes, 
     rows: list[Row] = [
         ([*DROPOUT, *DOCUMENTS, SELECTIVE, TWO, MUON, LOGIT], ""),
         ([*DROPOUT, *RAMP_UP, *LEARNED, BF16, QK, FULL, V], ""),
-        (TAIL, ""),
+        ([*TAIL, *WATCHED], ""),
         (["train.on_nonfinite=skip", *DECAY, *EXPERTS, MORE], "nan"),
         ([*LORA, *DROPOUT], ""),
     ]
     check(processes, tmp_path, rows)
+    told = (tmp_path / "rank-0.out").read_text()
+    assert all(name in told for name in ("forward-compute", "backward-compute", "optimizer", "straggler"))
+
+
+def test_features_that_need_more_than_a_schedule_gives_are_refused_by_name(
+    processes: Processes, tmp_path: Path
+) -> None:
+    rows: list[Row] = [
+        (["rerun_state_machine.rerun_mode=validate_results", TWO], ""),
+        (["train.torch_compile=true", "train.torch_compile_backend=cudagraphs"], ""),
+    ]
+    found = trained(processes, tmp_path, rows, 2, "parallel.pipeline_model_parallel_size=2")
+    need, remedy = (
+        "requires a loss of each micro-batch on every rank, which the pipeline schedule",
+        "or train without a",
+    )
+    for one, names in zip(found, (("rerun", "Interleaved1F1B"), ("cuda_graphs", "1F1B")), strict=True):
+        assert one["end"].startswith(f"the feature {names[0]} {need} {names[1]} does not have; switch it off"), one
+        assert remedy in one["end"]
+        assert not one["losses"]
 
 
 def test_all_ranks_generate_what_one_process_does(processes: Processes, tmp_path: Path) -> None:

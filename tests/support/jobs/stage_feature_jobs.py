@@ -17,7 +17,7 @@ from onstep.analysis.logs.samples_log import FILE_NAME
 from onstep.callbacks import EMA, GradNormLogger, ParameterNormLogger, TextgenCallback, WeightNormLogger
 from onstep.config import apply_overrides
 from onstep.distributed import open_world
-from onstep.errors import OnstepError
+from onstep.errors import ConfigError, OnstepError
 from onstep.models.generation.generate import generate
 from onstep.models.transformer import build_transformer
 from onstep.training.setup.model_and_data import cut_into_stages
@@ -79,7 +79,7 @@ def run(settings: dict[str, Any], number: int, keys: list[str], trouble: str = "
     except SystemExit as left:
         end = f"exit {left.code}"
     except OnstepError as error:
-        end = str(error) if os.environ.get("SAY") else type(error).__name__
+        end = str(error) if isinstance(error, ConfigError) else type(error).__name__
     with suppress(ValueError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     found = {"losses": curve.losses, "norms": curve.norms, "evaluated": evaluated.found, "logits": curve.logits}

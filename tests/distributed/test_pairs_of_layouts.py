@@ -129,6 +129,11 @@ MORE: dict[str, tuple[int, list[str]]] = {
     "tp2 sp x pp2 ZBV": (4, [*OF_STAGES["pp2 ZBV"].keys, *OF_TABLE["tp2"].keys[:1], "parallel.sequence_parallel=true"]),
     "fsdp2 x pp2": (4, [*OF_STAGES["pp2"].keys, "parallel.data_parallel_shard_size=2"]),
     "fsdp2 x pp2 interleaved": (4, [*OF_STAGES["pp2 interleaved"].keys, "parallel.data_parallel_shard_size=2"]),
+    "tp2 sp x pp2 interleaved": (
+        4,
+        [*OF_STAGES["pp2 interleaved"].keys, *OF_TABLE["tp2"].keys[:1], "parallel.sequence_parallel=true"],
+    ),
+    "fsdp2 x pp2 ZBV": (4, [*OF_STAGES["pp2 ZBV"].keys, "parallel.data_parallel_shard_size=2"]),
 }
 PIPELINES = {name: (layout.ranks, [*layout.keys]) for name, layout in OF_STAGES.items()} | MORE
 INEXACT = {IN_BF16, IN_MXFP8, MASTERS, "train.torch_compile=true"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,16 @@ def furthest(own: list[float], reference: list[float]) -> float:
 def check(processes: Processes, directory: Path, wanted: list[Row], steps: int) -> None:
     """Loss and norm are those of one process, and the same on all ranks.
 
-    In float32, another order of sums grows from step to step: most in the norm, where the embeddings are tied.
+    In float32, another order of sums grows from step to step, as AdamW divides small gradients by their size: after 20
+    steps, the norm of one process is 5e-6 from float64, and 1e-4 where the embeddings are tied.
     """
     single = alone(processes, directory, wanted, steps)
     for (keys, options), ranks, one in zip(wanted, results(processes, directory, wanted, steps), single, strict=True):
         bound = 1e-10 if options.get("dtype") == "float64" else 1e-5
+        figures = " ".join(f"{name} {furthest(ranks[0][name], one[name]):.1e}" for name in ("losses", "norms"))
+        print(figures, options.get("dtype"), " ".join(key.partition(".")[2] for key in keys))
         for name in ("losses", "norms"):
-            wider = 10 if name == "norms" and bound == 1e-5 else 1
+            wider = (30 if TIED in keys else 3) if name == "norms" and bound == 1e-5 else 1
             assert furthest(ranks[0][name], one[name]) <= wider * bound, (keys, name)
             assert all(other[name] == ranks[0][name] for other in ranks), (keys, name)
         if options.get("family") != "gpt2":  # whose key biases have gradients of rounding alone
@@ -183,6 +187,54 @@ def test_every_schedule_trains_20_steps_as_one_process(processes: Processes, tmp
     check(processes, tmp_path, wanted, 20)
 
 
+def divided_rows(dtype: str) -> list[Row]:
+    """Stages whose tensors are divided between two ranks, and stages in two shards."""
+    tensors: list[tuple[str, list[str]]] = [
+        ("1F1B", [TIED, *TENSORS, *DROPOUT]),
+        ("1F1B", [TIED, *SEQUENCES, "model.position_embedding_type=learned_absolute", *DROPOUT]),
+        ("GPipe", [*SEQUENCES, "train.micro_batch_size=12"]),
+        ("Interleaved1F1B", [TWO, TIED, *SEQUENCES]),
+        ("LoopedBFS", [TWO, *TENSORS]),
+        ("InterleavedZeroBubble", [TWO, TIED, *SEQUENCES]),
+        ("ZBVZeroBubble", [TIED, *SEQUENCES]),
+        ("DualPipeV", [*TENSORS]),
+    ]
+    shards: list[tuple[str, list[str]]] = [
+        ("1F1B", [TIED, *SHARDS]),
+        ("1F1B", [TIED, KEPT, "fsdp.prefetch=1", *SHARDS]),
+        ("GPipe", [*SHARDS[:1], "train.micro_batch_size=6"]),
+        ("Interleaved1F1B", [TWO, TIED, *SHARDS]),
+        ("InterleavedZeroBubble", [TWO, KEPT, *SHARDS]),
+        ("ZBVZeroBubble", SHARDS),
+    ]
+    return [row(name, *keys, ranks=4, dtype=dtype) for name, keys in (*tensors, *shards)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_divided_stages_train_20_steps_as_one_process(processes: Processes, tmp_path: Path, dtype: str) -> None:
+    check(processes, tmp_path, divided_rows(dtype), 20)
+
+
+@pytest.mark.slow
+def test_three_runs_of_divided_stages_are_equal_to_the_bit(processes: Processes, tmp_path: Path) -> None:
+    first, second, third = (results(processes, tmp_path, divided_rows("float32"), 4) for _ in range(3))
+    assert first == second == third
+
+
+@pytest.mark.slow
+def test_eight_ranks_of_replicas_shards_tensors_and_stages(processes: Processes, tmp_path: Path) -> None:
+    small, replicas = "train.micro_batch_size=1", "parallel.data_parallel_replicate_size=2"
+    wanted = [
+        row("1F1B", TIED, *SEQUENCES, small, ranks=8, dtype="float64"),
+        row("ZBVZeroBubble", TIED, *TENSORS, small, ranks=8, dtype="float64"),
+        row("1F1B", TIED, *SHARDS, replicas, ranks=8, dtype="float64"),
+        row("1F1B", TIED, *SHARDS, *SEQUENCES, ranks=8, dtype="float64"),
+        row("ZBVZeroBubble", *SHARDS, *TENSORS, ranks=8, dtype="float64"),
+    ]
+    check(processes, tmp_path, wanted, 5)
+
+
 @pytest.mark.slow
 def test_three_and_four_ranks_and_replicas_of_a_pipeline(processes: Processes, tmp_path: Path) -> None:
     uneven = "parallel.pipeline_model_parallel_layout=[1,1,2]"
@@ -231,7 +283,7 @@ def params_norms(directory: Path) -> list[str]:
 def test_a_pipeline_is_evaluated_as_one_process_and_continues_there_and_back(
     processes: Processes, tmp_path: Path
 ) -> None:
-    """Two ranks, then one, then two with another schedule: curves, evaluations, norms and prints of weights.
+    """Two ranks, one, four with divided tensors and another schedule: curves, evaluations, norms, prints of weights.
 
     Each stage has a group of the optimizer that the other has not, as many as the other. Another run on two ranks ends
     with the bit by which one copy of the tied embedding differs.
@@ -248,7 +300,7 @@ def test_a_pipeline_is_evaluated_as_one_process_and_continues_there_and_back(
     pieces = [
         piece,
         pretrained(processes, tmp_path, "there", 1, *keys, "train.exit_interval=4"),
-        pretrained(processes, tmp_path, "there", 2, *row("ZBVZeroBubble", *keys)[0]),
+        pretrained(processes, tmp_path, "there", 4, *row("ZBVZeroBubble", *SEQUENCES, *keys)[0]),
     ]
     assert one["prints"][0] == pieces[0]["prints"][0], "a fingerprint knows no layout"
     assert [one["prints"][1] for one in pieces[:2]] == [one["prints"][0] for one in pieces[1:]]
@@ -257,21 +309,25 @@ def test_a_pipeline_is_evaluated_as_one_process_and_continues_there_and_back(
         assert furthest(there, one[name]) <= 1e-5
     [manifest] = (tmp_path / "runs" / "there" / "checkpoints").glob("*-5/manifest.json")
     names = set((manifest.parent / "model").iterdir())
-    assert {one.name for one in names} == {"rank_0.safetensors", "rank_1.safetensors", "state.json"}
+    assert {one.name for one in names} == {*(f"rank_{rank}.safetensors" for rank in range(4)), "state.json"}
     assert (tmp_path / "runs" / "there" / "model" / "model.safetensors").is_file()
+
+
+DIVIDED = [row("Interleaved1F1B", TWO), row("1F1B", *SEQUENCES, ranks=4), row("Interleaved1F1B", TWO, *SHARDS, ranks=4)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("layout", DIVIDED, ids=["pp2", "tp2 sp x pp2", "fsdp2 x pp2"])
 def test_a_pipeline_resumed_at_any_step_is_the_run_that_nobody_stopped(
-    processes: Processes, tmp_path: Path, is_async: bool
+    processes: Processes, tmp_path: Path, layout: Row, is_async: bool
 ) -> None:
-    keys = [*row("Interleaved1F1B", TWO)[0], f"checkpoint.async_save={str(is_async).lower()}"]
+    keys, ranks = [*layout[0], f"checkpoint.async_save={str(is_async).lower()}"], layout[1]["ranks"]
     keys += ["checkpoint.save_interval=1", *PROOFS]
-    whole = pretrained(processes, tmp_path, "whole", 2, *keys)
-    for step in range(1, 5):
-        before = pretrained(processes, tmp_path, f"at-{step}", 2, *keys, f"train.exit_interval={step}")
-        after = pretrained(processes, tmp_path, f"at-{step}", 2, *keys)
+    whole = pretrained(processes, tmp_path, "whole", ranks, *keys)
+    for step in range(1, 5) if ranks == 2 else (2,):
+        before = pretrained(processes, tmp_path, f"at-{step}", ranks, *keys, f"train.exit_interval={step}")
+        after = pretrained(processes, tmp_path, f"at-{step}", ranks, *keys)
         for name in ("losses", "norms"):
             assert before[name] + after[name] == whole[name], (step, name)
         chains = [tmp_path / "runs" / name / CHAIN for name in ("whole", f"at-{step}")]
@@ -309,22 +365,33 @@ def test_replicas_of_a_stage_that_drift_are_named_and_overflows_skip_the_updates
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["disk", "memory"])
+@pytest.mark.parametrize(
+    ("keys", "ranks", "who", "place"),
+    [
+        ([], 2, "rank 1, pp 1", "disk"),
+        ([], 2, "rank 1, pp 1", "memory"),
+        (SEQUENCES, 4, "rank 1, tp 1, pp 0", "disk"),
+    ],
+    ids=["pp2", "pp2 in memory", "tp2 sp x pp2"],
+)
 def test_a_rank_killed_in_the_passes_ends_all_and_the_next_start_has_the_bits(
-    processes: Processes, tmp_path: Path, place: str
+    processes: Processes, tmp_path: Path, keys: list[str], ranks: int, who: str, place: str
 ) -> None:
-    keys = [*row("ZBVZeroBubble")[0], "checkpoint.save_interval=1"]
+    keys = [*row("ZBVZeroBubble", *keys)[0], "checkpoint.save_interval=1"]
     if place == "memory":
         keys[-1] = "checkpoint.save_interval=100"
         keys += ["checkpoint.non_persistent_save_interval=1", "checkpoint.non_persistent_place=memory"]
         (tmp_path / "memory").mkdir()
         keys += [f"checkpoint.memory_dir={tmp_path / 'memory'}"]
-    whole = pretrained(processes, tmp_path, "whole", 2, *keys)
+    whole = pretrained(processes, tmp_path, "whole", ranks, *keys)
     settings = text_run(tmp_path, "killed", *keys, dies=3)
-    other, killed = processes.start(JOBS, "pretrain", tmp_path, settings, ranks=2)
+    first, killed, *others = processes.start(JOBS, "pretrain", tmp_path, settings, ranks=ranks)
     assert killed.wait() == -signal.SIGKILL
-    assert other.wait(20) != 0
-    after = pretrained(processes, tmp_path, "killed", 2, *keys)
+    died = time.monotonic()
+    assert all(other.wait(20) != 0 for other in (first, *others))
+    print(f"\nall ranks have ended {time.monotonic() - died:.1f} s after {who} was killed")
+    assert f"first failure: {who} is gone" in (tmp_path / "rank-0.out").read_text()
+    after = pretrained(processes, tmp_path, "killed", ranks, *keys)
     assert after["losses"] == whole["losses"][-len(after["losses"]) :]
     assert len(after["losses"]) <= 3
 

@@ -6,12 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onstep.config import ModelConfig
+from onstep.config import ConfigContainer, ModelConfig
+from onstep.distributed import World
+from onstep.distributed.pipeline.seats import Seat
 from onstep.errors import ConfigError, OnstepError
+from onstep.models.stages import cut
+from onstep.models.transformer import Transformer, build_transformer
 from onstep.models.weight_values import Give, value_of
 from onstep.models.without_values import CannotRedrawError, redraw, without_values
 from onstep.training.setup.filling import Filling, PendingWeights
-from onstep.training.setup.outlines import is_redrawn_exactly, with_stand_ins
+from onstep.training.setup.outlines import is_redrawn_exactly, outline_of, with_stand_ins
+from tests.support.small_configs import SIZES
 
 CPU = torch.device("cpu")
 
@@ -101,6 +106,24 @@ def test_what_has_no_value_or_one_of_another_shape_is_named() -> None:
         filled(values | {"scale": torch.ones(4)})
     with pytest.raises(OnstepError, match=r"a value for other, which the model does not have"):
         filled(values | {"other": torch.ones(4)})
+
+
+@pytest.mark.parametrize("own", [(0,), (1,), (3,), (0, 3)])
+def test_the_stages_of_a_rank_get_the_values_of_one_process_and_the_rest_of_the_model_none(
+    own: tuple[int, ...],
+) -> None:
+    tied = ModelConfig(**{**SIZES, "num_layers": 4, "share_embeddings_and_output_weights": True})
+    whole, weights = outline_of(ConfigContainer(model=tied), World(), None)
+    assert isinstance(whole, Transformer)
+    stages = cut(whole, [Seat(stage, 4, range(stage, stage + 1)) for stage in own])
+    Filling(stages, weights).fill(CPU)
+    expected = dict(build_transformer(tied, seed=ConfigContainer().rng.seed).named_parameters())
+    here = {name: one for stage in stages for name, one in stage.named_parameters()}
+    assert all(torch.equal(one, expected[name]) for name, one in here.items())
+    assert len(here) < len(expected)
+    assert [name for name, one in whole.named_parameters() if not one.is_meta] == [
+        name for name in expected if name in here
+    ]
 
 
 def test_a_buffer_without_values_is_named() -> None:

@@ -241,7 +241,7 @@ class Stage(PipelineStage):
 
     def _make_room(self, expected: Sequence[_RecvInfo]) -> None:
         for one in expected:
-            meta = one.tensor_meta
+            meta: Any = one.tensor_meta
             one.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
     def _recorded(self, part: Part, index: int) -> AbstractContextManager[Any]:

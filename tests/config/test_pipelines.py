@@ -169,6 +169,43 @@ def test_what_a_pipeline_does_not_support_is_refused_by_name(values: dict[str, A
         validate(config, 2)
 
 
+TENSORS, SHARDS = {"parallel__tensor_model_parallel_size": 2}, {"parallel__data_parallel_shard_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            TENSORS | {"model__num_moe_experts": 4},
+            r"^model.num_moe_experts=4 is not supported in the 2 stages of a pipel",
+        ),
+        (
+            SHARDS | {"optimizer__optimizer": "muon"},
+            r"^optimizer.optimizer=muon is not .*; set it to adam or adamw or sgd",
+        ),
+        (SHARDS | {"ddp__sync_each_micro_batch": True}, r"^ddp.sync_each_micro_batch=true is not supported with"),
+        (
+            TENSORS | {"model__hf_config": {"num_hidden_layers": 4}},
+            r"cannot divide the stages of a model of transformers",
+        ),
+        (
+            SHARDS | {"parallel__pipeline_schedule": "DualPipeV", "model__share_embeddings_and_output_weights": True},
+            r"^parallel.pipeline_schedule=DualPipeV has both ends of the model on one rank, whose tied embedding",
+        ),
+    ],
+)
+def test_what_divided_stages_do_not_support_is_refused_by_name(values: dict[str, Any], said: str) -> None:
+    config = config_with(batch=16, **values)
+    with pytest.raises(ConfigError, match=said):
+        validate(config, 4)
+
+
+def test_stages_may_be_divided_further() -> None:
+    for values in (TENSORS, SHARDS, TENSORS | {"parallel__sequence_parallel": True, "dataset__seq_length": 256}):
+        validate(config_with(**values), 4)
+    validate(config_with(**TENSORS, **SHARDS), 8)
+
+
 def test_a_pipeline_is_valid_and_its_keys_are_those_of_megatron_bridges_model_too() -> None:
     validate(config_with(), 2)
     proofs = {f"checkpoint__{key}": True for key in ("certify", "validate_replication")}

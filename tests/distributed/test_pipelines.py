@@ -313,12 +313,12 @@ def test_a_pipeline_is_evaluated_as_one_process_and_continues_there_and_back(
     assert (tmp_path / "runs" / "there" / "model" / "model.safetensors").is_file()
 
 
-DIVIDED = [row("Interleaved1F1B", TWO), row("1F1B", *SEQUENCES, ranks=4), row("Interleaved1F1B", TWO, *SHARDS, ranks=4)]
+CUT = [row("Interleaved1F1B", TWO), row("1F1B", *SEQUENCES, ranks=4), row("Interleaved1F1B", TWO, *SHARDS, ranks=4)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("layout", DIVIDED, ids=["pp2", "tp2 sp x pp2", "fsdp2 x pp2"])
+@pytest.mark.parametrize("layout", CUT, ids=["pp2", "tp2 sp x pp2", "fsdp2 x pp2"])
 def test_a_pipeline_resumed_at_any_step_is_the_run_that_nobody_stopped(
     processes: Processes, tmp_path: Path, layout: Row, is_async: bool
 ) -> None:

@@ -45,9 +45,9 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
     whole, _, rest, own, held = trained(
         processes,
         tmp_path,
-        {"directory": "whole"},
-        {"directory": "part", "steps": 2},
-        {"directory": "part", "resumes": True},
+        {"directory": "whole", "best": True},
+        {"directory": "part", "steps": 2, "best": True},
+        {"directory": "part", "resumes": True, "best": True},
         {"directory": "own", "overrides": True},
         {"directory": "held", "object": True},
         ranks=2,
@@ -58,7 +58,11 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
     assert held["refused"].startswith("the AdamW in optimizers has the whole parameters of LlamaForCausalLM")
     shutil.copytree(tmp_path / "part" / "checkpoint-2", tmp_path / "continued" / "checkpoint-2")
     one, continued = trained(
-        processes, tmp_path, {"directory": "one"}, {"directory": "continued", "resumes": True}, ranks=1
+        processes,
+        tmp_path,
+        {"directory": "one", "best": True},
+        {"directory": "continued", "resumes": True, "best": True},
+        ranks=1,
     )
     are_close(one, whole)
     are_close(continued, whole)

@@ -97,7 +97,7 @@ def load_weights_first(trainer: Any, checkpoints: Checkpoints | None) -> None:
     if checkpoints is None or checkpoints.start is None or not _is_called(trainer, "_load_from_checkpoint"):
         return
     model = trainer.model
-    trainer.loads = Loads(checkpoints.start, [weights_of([model])], checkpoints.read)
+    trainer.loads = Loads(checkpoints.start, [weights_of([model], trainer.global_state.world)], checkpoints.read)
     try:
         trainer._load_from_checkpoint(str(checkpoints.start.path))
     finally:

@@ -22,7 +22,10 @@ from onstep.trainer.overrides import overrides
 from onstep.training.setup.final_weights import weights_of_stages
 from onstep.training.setup.model_and_data import cut_into_stages
 
-_OVERRIDDEN = ("compute_loss", "training_step", "prediction_step", "_wrap_model", "create_optimizer", "_clip_grad_norm")
+_OVERRIDDEN = (
+    *("compute_loss", "training_step", "prediction_step", "_wrap_model", "create_optimizer", "_clip_grad_norm"),
+    *("_load_from_checkpoint", "_load_best_model"),
+)
 """Methods that a user's code gives a whole model, or calls itself."""
 _SIZE = "parallel.pipeline_model_parallel_size"
 
@@ -70,7 +73,7 @@ def _make_alike(chunks: Sequence[Any], world: World) -> None:
     """Give replicas the weights of the first one, and both ends of a pipeline the same tied ones. Collective."""
     for chunk in chunks if world.data.size > 1 else ():
         for tensor in chunk.state_dict().values():
-            if not world.data.is_main:
+            if world.data.rank:
                 tensor.zero_()
             world.data.sum(tensor)
     own = {name: one for chunk in chunks for name, one in chunk.named_parameters()}

@@ -23,12 +23,15 @@ from onstep.checkpoint import (
 from onstep.config import ChangeClass
 from onstep.config.differences import of_kind
 from onstep.data import StepSource
+from onstep.distributed import World
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.random_streams import draw_alike
 from onstep.errors import CheckpointError
 from onstep.events import Dispatcher, Request
 from onstep.optim import OptimizerParamScheduler
 from onstep.training.checkpointing.current_values import current_values, place_scheduler
 from onstep.training.checkpointing.in_memory import StateInMemory, open_state_in_memory
+from onstep.training.checkpointing.over_stages import ModelOverStages
 from onstep.training.checkpointing.place import SavePlace
 from onstep.training.checkpointing.saved_states import DataPosition, RunComponents, finite_numbers, pattern_of
 from onstep.training.checkpointing.starts import (
@@ -368,7 +371,7 @@ class RunCheckpoints:
         if best is None:
             logger.warning("checkpoint.load_best_model_at_end: no checkpoint has the metric; the weights are unchanged")
             return
-        self.read(best, [weights_of(model)])
+        self.read(best, [weights_of(model, self.state.world)])
         self.state.train_state.best_model_checkpoint = str(best.path)
         if self.state.world.is_main:
             logger.info("loaded the best weights, from step %d", best.step)
@@ -434,9 +437,9 @@ class RunCheckpoints:
         self.notify.on_checkpoint_save(checkpoint_step=saved.step, checkpoint_path=str(saved.path))
 
 
-def weights_of(model: Sequence[nn.Module]) -> StateComponent:
-    """The weights of a model, as a component to load."""
-    weights = ModelState(model)
+def weights_of(model: Sequence[nn.Module], world: World) -> StateComponent:
+    """The weights of a model, or of a rank's stages of one, as a component to load."""
+    weights = ModelOverStages(model, world) if is_staged(model) else ModelState(model)
     return StateComponent("model", weights, pattern_of(weights))
 
 

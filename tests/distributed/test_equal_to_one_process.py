@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def test_a_divided_run_with_a_nan_on_one_rank_says_what_one_process_says(
     found = processes.results(JOBS, "runs", tmp_path, {**common, "layouts": DIVIDED, "spoiled": 1})
     reference = close(written(tmp_path / "one"))
     for number, name in enumerate(DIVIDED):
-        order = sorted if name.startswith("pp") else list
+        order: Callable[[list[Any]], list[Any]] = sorted if name.startswith("pp") else list
         for rank, of_rank in enumerate(found):
             for (lines, code), (own_lines, own_code) in zip(starts, of_rank[number], strict=True):
                 expected, own = Heard(lines), Heard(own_lines)

@@ -21,7 +21,6 @@ def job_losses(settings: dict[str, Any]) -> list[list[float]]:
         config.dataset.paths, config.dataset.cache_dir = [settings["text"]], settings["cache"]
         config.run.output_dir, config.run.name = "runs", f"on {os.environ.get('WORLD_SIZE', '1')}, {number}"
         watch = Watch()
-        watch.ranks = "all"
         pretrain(config, callbacks=[watch])
         found.append(watch.losses)
     return found

@@ -39,8 +39,8 @@ class Witness(Callback):
         said = {name: _plain(getattr(context, name, None)) for name in _FIELDS}
         self.lines.append([event, step, {name: value for name, value in said.items() if value is not None}])
         if self._spoils and event == "on_forward_backward_end" and step == BAD_STEP - 1:
-            trained = [one for chunk in context.model for one in chunk.parameters() if one.grad is not None]
-            local_part(trained[0].grad).view(-1)[0] = torch.nan
+            gradients = (one.grad for chunk in context.model for one in chunk.parameters())
+            local_part(next(one for one in gradients if one is not None)).view(-1)[0] = torch.nan
             self._left -= 1
             self._spoils = self._left > 0
 
@@ -87,7 +87,8 @@ def _start(settings: dict[str, Any], keys: list[str], *, spoils: bool, stop: int
     config.checkpoint.save_interval, config.checkpoint.most_recent_k = 2, -1
     config.run.name, config.run.output_dir = "run", "runs"
     apply_overrides(config, keys)
-    witness, code = Witness(spoils), 0
+    witness = Witness(spoils)
+    code: int | str | None = 0
     try:
         pretrain(config, callbacks=[witness, JsonLogger()])
     except SystemExit as leaving:

@@ -92,6 +92,7 @@ def job_model(settings: dict[str, Any]) -> dict[str, Any]:
         for first in range(0, 24, 3)
     ]
     losses, _, _ = evaluate(state, STEPS["sum"], iter(batches), chunks, None, config, pg_collection=groups)
+    assert losses is not None
     found: dict[str, Any] = {
         "norm": calc_params_l2_norm(chunks, config.model, pg_collection=groups),
         "losses": {key: float(one) for key, one in losses.items()},
@@ -109,20 +110,21 @@ def job_model(settings: dict[str, Any]) -> dict[str, Any]:
 def _in_other_forms(chunks: list[nn.Module], config: ConfigContainer, state: GlobalState) -> dict[str, Any]:
     """Norms of the same weights with some groups None, with Megatron's attributes, and with a weight in summands."""
     groups, norm = state.pg_collection, calc_params_l2_norm
-    plain = nn.ParameterDict()
+    plain, replicas = nn.ParameterDict(), []
     for name, one in ((f"{n}.{k}", v) for n, chunk in enumerate(chunks) for k, v in chunk.named_parameters()):
         part = as_dtensor(one)
         assert part is not None
-        parameter = nn.Parameter(part.to_local().detach().clone())
-        parameter.tensor_model_parallel = part.placements[-1].is_shard()
+        is_shard = bool(part.placements[-1].is_shard())
+        replicas += [] if is_shard else [part]
+        parameter: Any = nn.Parameter(part.to_local().detach().clone())
+        parameter.tensor_model_parallel = is_shard
         plain[name.replace(".", "/")] = parameter
     found = {
         "without tp": norm(chunks, config.model, pg_collection=_Groups(mp=groups.pp, tp_ep_pp=groups.pp)),
         "of a stage": norm(chunks, config.model, pg_collection=_Groups()),
         "by attributes": norm(plain, config.model, pg_collection=groups),
     }
-    whole = next(one for chunk in chunks for one in chunk.parameters() if not as_dtensor(one).placements[-1].is_shard())
-    mesh, local = as_dtensor(whole).device_mesh, as_dtensor(whole).to_local().detach()
+    mesh, local = replicas[0].device_mesh, replicas[0].to_local().detach()
     share = local / 4 if state.world.rank % 2 else 3 * local / 4
     summands = nn.ParameterDict({"weight": nn.Parameter(DTensor.from_local(share, mesh, [Partial()]))})
     found["summands"] = norm(summands, config.model) / float(local.norm())

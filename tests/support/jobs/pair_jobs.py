@@ -102,7 +102,6 @@ def _leg(one: dict[str, Any], ranks: int) -> dict[str, Any]:
     chunks, state, loader = divided(config, ranks, seed=one["seed"])
     optimizer = grouped(chunks)
     watch, manager = Watch(), CallbackManager()
-    watch.ranks = "all"
     manager.add(watch)
     train(STEPS["sum"], chunks, optimizer, None, loader, None, state, callback_manager=manager)
     state.world.close()

@@ -106,7 +106,6 @@ def job_divided(settings: dict[str, Any]) -> dict[str, Any]:
         for chunk in chunks:
             killing.watch(chunk)
     optimizer, watch, manager = optimizer_of(chunks), Watch(), CallbackManager()
-    watch.ranks = "all"
     manager.add(watch)
     train(STEPS["sum"], chunks, optimizer, None, loader, None, state, callback_manager=manager)
     held = [one for chunk in chunks for one in chunk.parameters()]

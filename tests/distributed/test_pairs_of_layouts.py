@@ -12,7 +12,6 @@ import pytest
 
 from layout_names import IN_BF16, IN_MXFP8, MASTERS
 from layout_names import LAYOUTS as OF_TABLE
-from layout_names import PIPELINES as OF_STAGES
 from tests.support.forked_processes import Processes, output_of
 from tests.support.jobs.sharding_jobs import BATCH
 
@@ -122,65 +121,52 @@ def test_every_ordered_pair(processes: Processes, tmp_path: Path, layouts: list[
         assert sorted(before["seen"][: SAVED * BATCH] + found["seen"]) == sorted(after["seen"]), (source, target)
 
 
-MORE: dict[str, tuple[int, list[str]]] = {
-    "pp2 uneven": (2, [*OF_STAGES["pp2"].keys, "parallel.pipeline_model_parallel_layout=[1,3]"]),
-    "dp2 x pp2 interleaved": (4, [*OF_STAGES["pp2 interleaved"].keys]),
-    "tp2 x pp2": (4, [*OF_STAGES["pp2"].keys, *OF_TABLE["tp2"].keys[:1]]),
-    "tp2 sp x pp2 ZBV": (4, [*OF_STAGES["pp2 ZBV"].keys, *OF_TABLE["tp2"].keys[:1], "parallel.sequence_parallel=true"]),
-    "fsdp2 x pp2": (4, [*OF_STAGES["pp2"].keys, "parallel.data_parallel_shard_size=2"]),
-    "fsdp2 x pp2 interleaved": (4, [*OF_STAGES["pp2 interleaved"].keys, "parallel.data_parallel_shard_size=2"]),
-    "tp2 sp x pp2 interleaved": (
-        4,
-        [*OF_STAGES["pp2 interleaved"].keys, *OF_TABLE["tp2"].keys[:1], "parallel.sequence_parallel=true"],
-    ),
-    "fsdp2 x pp2 ZBV": (4, [*OF_STAGES["pp2 ZBV"].keys, "parallel.data_parallel_shard_size=2"]),
-}
-PIPELINES = {name: (layout.ranks, [*layout.keys]) for name, layout in OF_STAGES.items()} | MORE
 INEXACT = {IN_BF16, IN_MXFP8, MASTERS, "train.torch_compile=true"}
 ROWS: dict[str, tuple[int, list[str]]] = {
     name: (layout.ranks, [*layout.keys])
     for name, layout in OF_TABLE.items()
     if layout.ranks <= 4 and INEXACT.isdisjoint(layout.keys)
-} | PIPELINES
+}
 """The number of ranks of each layout, and its keys."""
-OF_TENSORS = [name for name in ROWS if "tp" in name and name not in PIPELINES]
+ROWS |= {
+    "pp2 uneven": (2, [*ROWS["pp2"][1], "parallel.pipeline_model_parallel_layout=[1,3]"]),
+    "dp2 x pp2 interleaved": (4, ROWS["pp2 interleaved"][1]),
+    "tp2 sp x pp2 ZBV": (4, [*ROWS["pp2 ZBV"][1], *ROWS["tp2 sp"][1]]),
+    "tp2 sp x pp2 interleaved": (4, [*ROWS["pp2 interleaved"][1], *ROWS["tp2 sp"][1]]),
+    "fsdp2 x pp2 1F1B": (4, [*ROWS["pp2"][1], *ROWS["fsdp2"][1]]),
+    "fsdp2 x pp2 ZBV": (4, [*ROWS["pp2 ZBV"][1], *ROWS["fsdp2"][1]]),
+}
+DIVIDED = [name for name in ROWS if any(part.startswith(("tp", "pp")) for part in name.split())]
+"""Those of tensors and of stages."""
 LEG, AT_ONCE = 2, 8
 """Steps that a layout trains before the next one continues; runs in one start of the ranks."""
 
 
 def relayed(processes: Processes, directory: Path, relays: list[list[str]], pick: random.Random) -> None:
     """Each relay of layouts trains with the losses and norms of one process."""
-    whole = trained(processes, directory, [("one", directory / "whole")], 0, LEG * max(map(len, relays)), [False])[0]
+    steps = LEG * max(map(len, relays))
+    common = {"steps": steps, "leg": LEG}
+    [whole] = trained(processes, directory, [("one", {**common, "leg": None, "directory": "whole"})])
     for leg in range(max(map(len, relays))):
-        wanted = [(relay[leg], directory / str(at)) for at, relay in enumerate(relays) if leg < len(relay)]
-        steps, is_async = LEG * (leg + 1), [pick.random() < 0.5 for _ in wanted]
-        for (name, place), found in zip(
-            wanted, trained(processes, directory, wanted, leg, steps, is_async), strict=True
-        ):
+        wanted = [
+            (relay[leg], {**common, "directory": str(at), "seed": leg, "async": pick.random() < 0.5})
+            for at, relay in enumerate(relays)
+            if leg < len(relay)
+        ]
+        for (name, run), found in zip(wanted, trained(processes, directory, wanted), strict=True):
             for kind in ("losses", "norms"):
-                expected = pytest.approx(whole[kind][LEG * leg : steps], rel=1e-5)
-                assert found[kind] == expected, (relays[int(place.name)], leg, name, kind)
+                expected = pytest.approx(whole[kind][LEG * leg : LEG * (leg + 1)], rel=1e-5)
+                assert found[kind] == expected, (relays[int(run["directory"])], leg, name, kind)
 
 
-def trained(
-    processes: Processes,
-    directory: Path,
-    wanted: list[tuple[str, Path]],
-    seed: int,
-    steps: int,
-    is_async: list[bool],
-) -> list[dict[str, Any]]:
-    """Train in directories on layouts until a step; several runs of one number of ranks in the same processes."""
+def trained(processes: Processes, directory: Path, wanted: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Train on layouts, several runs of one number of ranks in the same processes."""
     found: dict[int, dict[str, Any]] = {}
     for ranks in (1, 2, 4):
         of_size = [number for number, (name, _) in enumerate(wanted) if ROWS[name][0] == ranks]
         for first in range(0, len(of_size), AT_ONCE):
             numbers = of_size[first : first + AT_ONCE]
-            runs = [
-                {"keys": ROWS[wanted[number][0]][1], "directory": str(wanted[number][1]), "steps": steps}
-                | {"seed": seed, "async": is_async[number]}
-                for number in numbers
-            ]
+            runs = [{"seed": 0, "async": False, **wanted[at][1], "keys": ROWS[wanted[at][0]][1]} for at in numbers]
             [results, *others] = processes.results(JOBS, "legs", directory, {"runs": runs}, ranks=ranks)
             assert all(other == results for other in others)
             found |= dict(zip(numbers, results, strict=True))
@@ -200,18 +186,16 @@ def test_pairs_of_all_layouts_drawn_at_random(processes: Processes, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_layouts_of_tensors_and_stages_go_to_one_process_and_back(processes: Processes, tmp_path: Path) -> None:
-    rows = [*OF_TENSORS, *PIPELINES]
-    print(f"\n{len(rows)} layouts")
-    relayed(processes, tmp_path, [[name, "one", name] for name in rows], random.Random(0))
+    print(f"\n{len(DIVIDED)} layouts")
+    relayed(processes, tmp_path, [[name, "one", name] for name in DIVIDED], random.Random(0))
 
 
-@pytest.mark.parametrize("names", [["tp2 x pp2"], pytest.param([*OF_TENSORS, *PIPELINES], marks=SLOW)], ids=len)
+@pytest.mark.parametrize("names", [["tp2 x pp2"], pytest.param(DIVIDED, marks=SLOW)], ids=len)
 def test_a_checkpoint_of_one_process_is_the_same_files_after_another_layout(
     processes: Processes, tmp_path: Path, names: list[str]
 ) -> None:
     source = tmp_path / "source"
-    run = {"keys": [], "directory": str(source), "steps": LEG, "seed": 0, "async": False}
-    processes.results(JOBS, "legs", tmp_path, {"runs": [run]}, ranks=1)
+    trained(processes, tmp_path, [("one", {"directory": str(source), "steps": LEG, "leg": LEG})])
 
     def copied(name: str, start: Path, target: Path) -> dict[str, str]:
         ranks, keys = ROWS[name]

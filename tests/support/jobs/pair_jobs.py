@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,14 @@ def job_legs(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _leg(one: dict[str, Any], ranks: int) -> dict[str, Any]:
     config = config_of(["train.micro_batch_size=1", *one["keys"]], one["steps"])
-    config.checkpoint.save, config.checkpoint.save_interval = one["directory"], one["steps"]
-    config.checkpoint.async_save = one["async"]
+    config.checkpoint.save, config.checkpoint.async_save = one["directory"], one["async"]
+    config.train.exit_interval = one["leg"]
     chunks, state, loader = divided(config, ranks, seed=one["seed"])
     optimizer = grouped(chunks)
     watch, manager = Watch(), CallbackManager()
     manager.add(watch)
-    train(STEPS["sum"], chunks, optimizer, None, loader, None, state, callback_manager=manager)
+    with suppress(SystemExit):
+        train(STEPS["sum"], chunks, optimizer, None, loader, None, state, callback_manager=manager)
     state.world.close()
     return {"losses": watch.losses, "norms": watch.norms}
 

@@ -81,7 +81,7 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
             f"(model.hf_config); set parallel.tensor_model_parallel_size=1, parallel.data_parallel_shard_size=1 and "
             f"ddp.use_distributed_optimizer=false."
         )
-    if sizes.tp > 1 or (parallel.data_parallel_shard_size != 1 and sizes.dp_shard > 1):
+    if sizes.tp > 1 or _divides_model(config, ranks):
         _check_divided_stages(config, pp)
     number = _num_layers(config)
     if number:
@@ -101,14 +101,15 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
 
 
 def _check_divided_stages(config: ConfigContainer, pp: int) -> None:
-    """Refuse what stages are not known to do whose tensors are divided, or that are in shards."""
+    """Refuse what stages are not known to do whose tensors or updates are divided, or that are in shards."""
     for key, usual in _NOT_IN_DIVIDED_STAGES.items():
         value: Any = attrgetter(key)(config)
         if value not in usual:
             raise ConfigError(
-                f"{key}={_written(value)} is not supported in the {pp} stages of a pipeline whose tensors are divided, "
-                f"or that are in shards; set it to {' or '.join(dict.fromkeys(map(_written, usual)))}, or "
-                f"parallel.tensor_model_parallel_size and parallel.data_parallel_shard_size to 1."
+                f"{key}={_written(value)} is not supported in the {pp} stages of a pipeline whose tensors or updates "
+                f"are divided, or that are in shards; set it to {' or '.join(dict.fromkeys(map(_written, usual)))}, or "
+                f"parallel.tensor_model_parallel_size and parallel.data_parallel_shard_size to 1, and "
+                f"ddp.use_distributed_optimizer to false."
             )
 
 

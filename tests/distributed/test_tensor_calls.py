@@ -15,10 +15,13 @@ JOBS = "tests.support.jobs.tensor_call_jobs"
 IN_TWO, SEQUENCES = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
 EXPERTS = ["model.num_moe_experts=4", "model.moe_shared_expert_intermediate_size=64"]
 BIASES = ["model.add_qkv_bias=true", "model.add_bias_linear=true", "model.normalization=LayerNorm"]
+COMPILED = ["train.torch_compile=true", "train.torch_compile_backend=aot_eager"]
 LEARNED = [*BIASES, "model.position_embedding_type=learned_absolute", "model.hidden_dropout=0.1"]
 
 
-@pytest.mark.parametrize("keys", [[], LEARNED], ids=["rotary", "learned"])
+@pytest.mark.parametrize(
+    "keys", [[], LEARNED, pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["rotary", "learned", "compiled"]
+)
 def test_each_call_gives_what_one_process_gives_on_both_ranks(
     processes: Processes, tmp_path: Path, keys: list[str]
 ) -> None:

@@ -133,6 +133,19 @@ def test_after_a_kill_in_a_step_all_ranks_end_and_the_run_continues_to_the_bit(r
 
 
 @pytest.mark.slow
+def test_compiled_blocks_compute_what_others_do(runs: Runs) -> None:
+    dry, compiled = ["model.hidden_dropout=0"], ["train.torch_compile=true", "train.torch_compile_backend=aot_eager"]
+    [plain, once, *others] = runs.train(
+        {"how": "tp2 sp", "run": "plain", "keys": dry, "steps": 3},
+        {"how": "tp2 sp", "run": "compiled", "keys": [*dry, *compiled, *UNTIL_2], "steps": 3},
+        {"how": "tp2 sp", "run": "compiled", "keys": [*dry, *compiled], "steps": 3},
+    )
+    assert is_close(once[0], {name: plain[0][name][:2] for name in ("losses", "norms")}, 0)
+    for found in others:
+        assert is_close(found[0], plain[0], 2)
+
+
+@pytest.mark.slow
 def test_layouts_continue_each_other(runs: Runs) -> None:
     dry = ["model.hidden_dropout=0", "train.exit_interval=2"]
     [whole, _, _] = runs.train(

@@ -49,8 +49,8 @@ def _undivided(config: ConfigContainer, sizes: ParallelSizes) -> Iterator[tuple[
         yield "model.fused_linear_loss=true", why, "set it to false: model.chunked_loss needs no more memory"
     if config.ddp.fp8_param_gather:
         yield "ddp.fp8_param_gather=true", "it quantizes whole parameters", f"set it to false, {to_one}"
-    if config.train.torch_compile:
-        why = "activations are exchanged inside of each block"
+    if config.train.torch_compile and (model.hf_config is not None or config.trainer):
+        why = "blocks of models other than that of section model are not compiled there"
         yield "train.torch_compile=true", why, f"set it to false, {to_one}"
     if optimizer.optimizer in OF_PACKAGES:
         why = "its quantized state is of whole parameters"

@@ -120,7 +120,7 @@ def compiled_parts(chunk: nn.Module, config: ConfigContainer, world: World) -> l
     if isinstance(chunk, TransformerStage):
         chunk.stream.is_shared = False  # compiled code draws in an order of its own
         return [*chunk.layers]
-    if not is_sharded(config, world):
+    if not is_divided(config, world):
         return [chunk]
     from onstep.distributed.fully_sharded import blocks_of
 

@@ -26,9 +26,10 @@ def trained(processes: Processes, place: Path, *trainers: dict[str, Any], ranks:
     return found
 
 
-def are_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def are_close(found: dict[str, Any], expected: dict[str, Any], wider: float = 1.0) -> None:
+    """In float32, another order of sums grows from step to step: `wider` is for many of them, but not for losses."""
     for name, values in expected.items():
-        assert found[name] == pytest.approx(values, rel=1e-5), name
+        assert found[name] == pytest.approx(values, rel=1e-5 * (1.0 if name == "losses" else wider)), name
 
 
 def logits_of(directory: Path) -> torch.Tensor:
@@ -85,12 +86,12 @@ def test_every_kind_of_schedule_trains_20_steps_and_reads_a_checkpoint_of_one_pr
     ]
     expected = trained(processes, tmp_path / "alone", *rows, ranks=1)
     for found, one in zip(trained(processes, tmp_path, *rows, ranks=2), expected, strict=True):
-        are_close(found, one)
+        are_close(found, one, wider=10)
     shutil.copytree(tmp_path / "alone" / "v" / "checkpoint-10", tmp_path / "continued" / "checkpoint-10")
     [continued] = trained(
         processes, tmp_path, {**rows[1], "directory": "continued", "parallel": INTERLEAVED, "resumes": True}, ranks=2
     )
-    are_close(continued, expected[1])
+    are_close(continued, expected[1], wider=10)
 
 
 @pytest.mark.slow

@@ -65,7 +65,8 @@ class WholePipeline:
         Args:
             own: small picklable objects of this rank, by names of parameters.
         """
-        of_ranks, merged = self.world.gather(dict(own)), {}
+        merged: dict[str, Item] = {}
+        of_ranks = self.world.gather(dict(own))
         for rank in self._ranks:
             merged |= {name: item for name, item in of_ranks[rank].items() if name not in merged}
         order = {name: place for place, name in enumerate(names_of_whole(self.chunks[0]))}

@@ -129,7 +129,8 @@ def check_generation(processes: Processes, directory: Path, rows: list[list[str]
 
 
 @pytest.mark.slow
-def test_each_feature_by_itself(processes: Processes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(5))
+def test_each_feature_by_itself(processes: Processes, tmp_path: Path, part: int) -> None:
     alone = [DROPOUT, DOCUMENTS, LEARNED, DECAY, RAMP_UP, TAIL, [BF16], [QK], [FULL], [SELECTIVE]]
     alone += [[MUON, V], [LOGIT, V], COMPILED, [*COMPILED, V], [*LORA, V]]
     alone += [
@@ -139,7 +140,7 @@ def test_each_feature_by_itself(processes: Processes, tmp_path: Path) -> None:
         [MORE, TIED],
         [MORE, *DROPOUT],
     ]
-    check(processes, tmp_path, [([], ""), *((keys, "") for keys in alone)])
+    check(processes, tmp_path, [([], ""), *((keys, "") for keys in alone[part::5])])
 
 
 @pytest.mark.slow

@@ -103,8 +103,6 @@ class DiLoCoCallback(TrainerCallback):
         ConfigError: for an environment variable that is not a number where one is needed, or a group and a server.
     """
 
-    needs_whole_model = True
-
     changes_weights = True
 
     def __init__(
@@ -128,6 +126,7 @@ class DiLoCoCallback(TrainerCallback):
         self.server_addr = os.environ.get("DILOCO_SERVER", "") if server_addr is None else server_addr
         self.group = os.environ.get("DILOCO_GROUP") or None if group is None else group
         check_one_way(self.server_addr, self.group)
+        self.needs_whole_model = self.group is not None
         self.no_rollback = _NO_ROLLBACK if self.active else None
         self.worker_id = worker_id or os.environ.get("DILOCO_WORKER_ID") or None
         number = number_from_environment if self.active else _no_number
@@ -155,6 +154,8 @@ class DiLoCoCallback(TrainerCallback):
         """What ranks have parts of, in a checkpoint, until the worker exists."""
         self._tokens: Tensor | float | None = None
         self._loss: Tensor | None = None
+        self._counted = 1.0
+        """The part of a rank's tokens that it counts, where several ranks have the same ones."""
         self._offset = 0
         """Optimizer steps of the run that this worker has not taken."""
         self._steps_to_advance = 0
@@ -221,6 +222,7 @@ class DiLoCoCallback(TrainerCallback):
             return
         self._stop(merge=False)  # of a training that failed, which Hugging Face's Trainer tells nobody
         loaded, self._loaded = self._loaded, None
+        self._counted = args.world_size / world_size()
         worker = self._new_worker(model, loaded)
         if self.loaded_divided:
             worker.load_state_dict({**(loaded or {}), "divided": self.loaded_divided})
@@ -340,7 +342,8 @@ class DiLoCoCallback(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Note how many labels this rank has trained on in the step, and with which loss."""
-        self._tokens, self._loss = tokens, loss
+        self._loss = loss
+        self._tokens = tokens if tokens is None or self._counted == 1 else tokens * self._counted
 
     def on_step_end(self, args: object, state: RunState, control: Control, **kwargs: object) -> None:
         """Count the step, and exchange what is due; after the last one, all that is left. Collective."""

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from onstep.checkpoint import SharingPattern, StateComponent
 from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from, is_number
+from onstep.distributed.pipeline.elsewhere import destinations_here, of_all_stages
 from onstep.distributed.pipeline.whole import pipeline_of
 from onstep.distributed.shards import held_part, is_in_shards
 from onstep.errors import require, warn_once
@@ -20,7 +21,6 @@ from onstep.events import Control, RunState, TrainerCallback
 from onstep.events.context import plain_name
 from onstep.metrics.norms.named_parameters import Model, chunks_of, named_parameters, reshard
 from onstep.train_state import StateDict
-from onstep.training.checkpointing.over_stages import destinations_here, of_all_stages
 
 logger: logging.Logger = logging.getLogger(__name__)
 

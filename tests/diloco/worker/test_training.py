@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from onstep.diloco.protocol.messages import Settings
 from onstep.diloco.server import DiLoCoServer
@@ -59,3 +60,28 @@ def test_two_workers_learn_as_much_as_two_data_parallel_ranks(
     print(f"{codec}: {found[0]['loss']:.4f}, data parallel {reference:.4f}, ratio {found[0]['loss'] / reference:.4f}")
     assert found[0]["loss"] == found[1]["loss"]
     assert found[0]["loss"] <= limit * reference
+
+
+def served(processes: Processes, data: dict[str, Any], directory: Path, *pieces: tuple[int, list[str]]) -> Any:
+    """The parameters of a run with one worker that starts once for each piece, with that many ranks."""
+    model = small_pretrain_config(data["corpus"], data["cache"], layers=2, width=32).model
+    model.vocab_size = 257
+    settings = Settings(num_workers=1, min_workers=1, sync_every=3, codec="int8")
+    with DiLoCoServer(build_transformer(model, seed=1234), settings=settings, port=0, token="secret") as server:
+        for ranks, keys in pieces:
+            own = {**data, "steps": 12, "batch": 8, "server": server.address, "id": "one"}
+            own["keys"] = [f"run.output_dir={directory}", "run.name=run", "train.micro_batch_size=4", *keys]
+            processes.results(JOBS, "pretrain", directory / "ranks", own, ranks=ranks)
+        return server.get_global_params()
+
+
+def test_a_worker_may_have_stages_or_divided_tensors(
+    processes: Processes, data: dict[str, Any], tmp_path: Path
+) -> None:
+    """One that stops between two rounds continues with what the codec has lost so far, on other ranks."""
+    pp, tp = "parallel.pipeline_model_parallel_size=2", "parallel.tensor_model_parallel_size=2"
+    one = served(processes, data, tmp_path / "one", (1, []))
+    first, then = [pp, "train.exit_interval=8", "checkpoint.save_interval=8"], [tp, "parallel.sequence_parallel=true"]
+    moved = served(processes, data, tmp_path / "moved", (2, first), (2, then))
+    for name, value in one.items():
+        assert torch.allclose(moved[name], value, rtol=0, atol=1e-4), (name, (moved[name] - value).abs().max())

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onstep import CallbackManager, Trainer, TrainerCallback, pretrain
 from onstep.callbacks import DiLoCoCallback
+from onstep.config import apply_overrides
 from onstep.diloco.worker import DiLoCoWorker
 from onstep.diloco.worker.ranks import MainRankError
 from onstep.distributed.shards import whole
@@ -181,6 +182,7 @@ def job_pretrain(settings: dict[str, Any]) -> dict[str, Any]:
     config.validation.eval_interval, config.validation.eval_iters = settings["steps"], 10
     config.validation.eval_global_batch_size = config.validation.eval_micro_batch_size = 4
     config.logger.console = "quiet"
+    apply_overrides(config, settings.get("keys", []))
     found: dict[str, Any] = {"sent": 0}
     callback = DiLoCoCallback(settings.get("server", ""), worker_id=settings.get("id"))
     manager = CallbackManager()
@@ -192,5 +194,6 @@ def job_pretrain(settings: dict[str, Any]) -> dict[str, Any]:
             found["sent"] = callback.worker.metrics.total_send_bytes
 
     manager.register("on_step_end", note_what_was_sent)
-    pretrain(config, callbacks=manager)
+    with suppress(SystemExit):
+        pretrain(config, callbacks=manager)
     return found

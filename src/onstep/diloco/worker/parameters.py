@@ -11,6 +11,8 @@ from torch.nn import Parameter
 from onstep.diloco.codec.specs import specs_of
 from onstep.diloco.worker.parts import Parts
 from onstep.distributed.buffered import buffered_wrappers
+from onstep.distributed.pipeline.elsewhere import of_all_stages, only_here
+from onstep.distributed.pipeline.whole import pipeline_of
 from onstep.distributed.shards import as_dtensor, held_part, put_into_shards, updated_shard
 from onstep.distributed.world import World
 from onstep.errors import ConfigError
@@ -20,7 +22,7 @@ _WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class Parameters:
-    """The parameters of a model, or of its chunks, that require gradients; tied ones once.
+    """The parameters of a model, or of its chunks, that require gradients; tied ones once. Collective in a pipeline.
 
     Names are those of the bare model: wrappers of data parallelism, compilation and activation checkpointing leave no
     trace, so that a worker may use them and another not. With several chunks, `<chunk>.` comes before a name that is
@@ -32,7 +34,9 @@ class Parameters:
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], world: World) -> None:
-        self._modules = list(model) if isinstance(model, Sequence) else [model]
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        pipeline = pipeline_of(unwrap(chunks[0]))
+        self._modules = chunks if pipeline is None else pipeline.chunks
         self._parameters = _named(self._modules)
         if not self._parameters:
             raise ConfigError("the model has no parameters that require gradients; unfreeze those to be trained.")
@@ -42,17 +46,19 @@ class Parameters:
                 f"{hidden[0]} is a flat parameter of FullyShardedDataParallel; use fully_shard (FSDP2), which keeps "
                 f"the parameters' names."
             )
-        self.specs = specs_of(self._parameters)
-        """Of all of them, in the order of their names."""
         self._buffered = buffered_wrappers(self._parameters.values())
         self._shards = {name: updated_shard(one) for name, one in self._parameters.items()}
         """What this rank may change of them: itself, or rows where ranks divide the updates."""
+        if pipeline is not None:
+            self._shards = of_all_stages(_as_dtensors(self._shards, pipeline.world), pipeline.world)
+        self.specs = specs_of(self._parameters if pipeline is None else self._shards)
+        """Of all of them, of all stages of a pipeline, in the order of their names."""
         self.parts = Parts(world, self._shards, self.specs)
         """Which part of each this rank reads and writes."""
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a parameter is trained in."""
-        return self._parameters[name].dtype
+        return self._shards[name].dtype
 
     @torch.no_grad()
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -91,8 +97,10 @@ class Parameters:
             chunk.start_param_sync(force_sync=True)
 
     def _part(self, name: str) -> Tensor:
-        shard = self._shards[name]
-        return self.parts.boxes[name].of(shard.detach()) if as_dtensor(shard) is None else held_part(shard)
+        shard, box = self._shards[name], self.parts.boxes[name]
+        if as_dtensor(shard) is None:
+            return box.of(shard.detach())
+        return held_part(shard) if box.numel else torch.empty(box.sizes, dtype=shard.dtype)
 
     def _settle(self) -> None:
         """Let shards be the only copy: of FSDP2, which may have gathered some, and while updates are gathered."""
@@ -100,6 +108,11 @@ class Parameters:
         for chunk in self._buffered:
             chunk.finish_param_sync()
             chunk.take_written()
+
+
+def _as_dtensors(shards: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """What a rank has of its stages; whole tensors are on no other rank."""
+    return {name: only_here(one, world) if as_dtensor(one) is None else one for name, one in shards.items()}
 
 
 def _named(chunks: list[nn.Module]) -> dict[str, Parameter]:

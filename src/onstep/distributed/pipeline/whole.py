@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onstep.config.pipelines import Schedule
+from onstep.distributed.pipeline.elsewhere import items_of_stages
 from onstep.distributed.pipeline.seats import names_of_whole
 from onstep.distributed.world import World
 
@@ -66,9 +67,8 @@ class WholePipeline:
             own: small picklable objects of this rank, by names of parameters.
         """
         merged: dict[str, Item] = {}
-        of_ranks = self.world.gather(dict(own))
-        for rank in self._ranks:
-            merged |= {name: item for name, item in of_ranks[rank].items() if name not in merged}
+        for of_rank in items_of_stages(dict(own), self.world):
+            merged |= {name: item for name, item in of_rank.items() if name not in merged}
         order = {name: place for place, name in enumerate(names_of_whole(self.chunks[0]))}
         return dict(sorted(merged.items(), key=lambda item: order.get(item[0], len(order))))
 
@@ -81,12 +81,8 @@ class WholePipeline:
 
     @property
     def _last_rank(self) -> int:
-        return self._ranks[0 if self._schedule.chunks == "two" else -1]
-
-    @property
-    def _ranks(self) -> tuple[int, ...]:
         [ranks] = [part for part in self.world.parts("pp") if self.world.rank in part]
-        return ranks
+        return ranks[0 if self._schedule.chunks == "two" else -1]
 
     def _pass(self, number: int, index: int, received: Tensor | None) -> Tensor:
         chunk: Any = self.chunks[number]

@@ -7,25 +7,17 @@ is here: it is neither written nor read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onstep.checkpoint import ModelState
 from onstep.distributed import World
-from onstep.errors import CheckpointError
+from onstep.distributed.pipeline.elsewhere import destinations_here, items_of_stages, of_all_stages, stand_in
 from onstep.events.context import unwrap
 from onstep.train_state import StateDict
 from onstep.training.checkpointing.optimizer_state import OptimizerState
 from onstep.training.protocols import UserOptimizer
-
-
-class _Elsewhere(NamedTuple):
-    """A tensor of another stage."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class ModelOverStages(ModelState):
@@ -52,7 +44,7 @@ class ModelOverStages(ModelState):
         own = super().state_dict()
         dtype = next(iter(own.values())).dtype
         state = {
-            name: own[name] if name in own else _stand_in(_Elsewhere(shape, dtype), self._world)
+            name: own[name] if name in own else stand_in(shape, dtype, self._world)
             for name, shape in self._whole.items()
         }
         return {name: state[self._aliases.get(name, name)] for name in state}
@@ -65,10 +57,8 @@ class ModelOverStages(ModelState):
         """
         found = super().destinations(self._of_here(outline))
         known = {name: self._aliases.get(name, name) if name not in found else name for name in outline}
-        return {
-            name: found[known[name]] if known[name] in found else _absent(value, self._world)
-            for name, value in outline.items()
-        }
+        here = {name: found[first] for name, first in known.items() if first in found}
+        return destinations_here(here, outline, self._world)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the values of this rank's stages.
@@ -102,7 +92,7 @@ class OptimizerOverStages(OptimizerState):
         """The state by name, in the order of the groups, with stand-ins for what is of other stages. Collective."""
         own = super().state_dict()
         state = of_all_stages(own["state"], self._world)
-        groups = self._merged(_of_stages(own["param_groups"], self._world))
+        groups = self._merged(items_of_stages(own["param_groups"], self._world))
         in_order = {name: state[name] for group in groups for name in group["params"] if name in state}
         return {**own, "state": in_order | state, "param_groups": groups}
 
@@ -142,72 +132,3 @@ class OptimizerOverStages(OptimizerState):
         for group in merged.values():
             group["params"].sort(key=lambda name: self._order.get(name, len(self._order)))
         return list(merged.values())
-
-
-def of_all_stages(own: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """What all stages have by name of a parameter, with stand-ins for the tensors of others. Collective.
-
-    Args:
-        own: of this rank's stages: tensors, or mappings with tensors.
-        world: the ranks of the run.
-    """
-    state: dict[str, Any] = {}
-    for values in _of_stages(_outline(own), world):
-        for name, value in values.items():
-            state[name] = own[name] if name in own else _present(value, world)
-    return state
-
-
-def destinations_here(found: Mapping[str, Any], outline: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Where each part of a stored state goes: this rank's parts to `found`, those of other stages nowhere.
-
-    Args:
-        found: the destinations of what is of this rank, by name.
-        outline: the stored state by name, with tensors on the meta device.
-        world: the ranks of the run.
-    """
-    return {name: found[name] if name in found else _absent(value, world) for name, value in outline.items()}
-
-
-def _of_stages(own: Any, world: World) -> list[Any]:
-    """The item of each rank of the pipeline. Collective."""
-    [part] = [part for part in world.parts("pp") if world.rank in part]
-    everywhere = world.gather(own)
-    return [everywhere[rank] for rank in part]
-
-
-def _outline(value: Any) -> Any:
-    """The same with what is known of each tensor in its place."""
-    if isinstance(value, Tensor):
-        return _Elsewhere(tuple(value.shape), value.dtype)
-    if isinstance(value, Mapping):
-        return {key: _outline(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        raise CheckpointError("the optimizer has lists in its state, whose tensors a pipeline cannot name; use adamw.")
-    return value
-
-
-def _present(value: Any, world: World) -> Any:
-    """An outline with stand-ins in place of what is known of tensors."""
-    if isinstance(value, _Elsewhere):
-        return _stand_in(value, world)
-    return {key: _present(item, world) for key, item in value.items()} if isinstance(value, Mapping) else value
-
-
-def _absent(value: Any, world: World) -> Any:
-    """A stored state with stand-ins in place of its meta tensors."""
-    if isinstance(value, Tensor):
-        return _stand_in(_Elsewhere(tuple(value.shape), value.dtype), world) if value.is_meta else value
-    return {key: _absent(item, world) for key, item in value.items()} if isinstance(value, Mapping) else value
-
-
-def _stand_in(tensor: _Elsewhere, world: World) -> Tensor:
-    """A DTensor that another rank has."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    mesh = DeviceMesh("cpu", [(world.rank + 1) % world.size], _init_backend=False)
-    meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(meta.shape, meta.stride(), meta.dtype))
-    return DTensor(torch.empty(0, dtype=tensor.dtype), spec, requires_grad=False)  # type: ignore[no-untyped-call]

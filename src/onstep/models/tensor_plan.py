@@ -61,8 +61,8 @@ def plan_of(model: Transformer, ranks: TensorRanks) -> dict[str, Part]:
     for index, layer in model.layers.named_children():
         if isinstance(layer, Layer):
             plan |= layers.of_layer(f"layers.{index}", layer)
-    for index, depth in enumerate(() if model.mtp is None else model.mtp.depths):
-        plan |= layers.of_depth(f"mtp.depths.{index}", depth)
+    for number, depth in enumerate(() if model.mtp is None else model.mtp.depths):
+        plan |= layers.of_depth(f"mtp.depths.{number}", depth)
     if isinstance(model.output, LinearForLastLayer):
         plan["output"] = Part()
     elif model.output is not None:

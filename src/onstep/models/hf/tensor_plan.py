@@ -148,7 +148,7 @@ class _Parts:
 
 def _times(module: Any, x: Tensor) -> Tensor:
     """`Conv1D` of transformers, with as many outputs as its weight (inputs, outputs) has."""
-    out = x @ module.weight
+    out: Tensor = x @ module.weight
     return out if module.bias is None else out + module.bias
 
 

@@ -196,7 +196,7 @@ def _stream_of(whole: Transformer, seat: Seat) -> StageDropout:
     before, after = [first, *layers[: seat.layers.start]], layers[seat.layers.stop :]
     before, own = ([], [first, *own]) if seat.is_first else (before, own)
     for depth in [] if whole.mtp is None else whole.mtp.depths:
-        (own if seat.is_last else after).extend([first, Draws.of(depth.layer)])
+        (own if seat.is_last else after).extend([first, Draws.of(depth.get_submodule("layer"))])
     return StageDropout(before, after, own, seat.stage, seat.num_stages)
 
 

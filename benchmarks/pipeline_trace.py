@@ -10,7 +10,8 @@ ranks do not compete for processors; on a machine that has much else to do, long
 
 Idle is the time without a pass, beside that of the passes, (p - 1) / (m v) for schedules whose backward passes are
 whole. `in theory` is that of the same order with passes of exactly that time and no time for sending; the first stage
-has no input to compute a gradient of, so all of its backward pass is one of weights. The shortest of several steps
+has no input to compute a gradient of, so all of its backward pass is one of weights. torch's DualPipeV sends what a
+forward pass computes only after the backward pass that is paired with it. The shortest of several steps
 counts, in which the machine did the least of something else. Ends with 1 if it is more than 5 points from theory.
 """
 
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -34,7 +36,7 @@ from torch.nn import functional
 from layout_names import TWICE, Layout, stages
 from local_ranks import start_ranks
 from onstep import CallbackManager
-from onstep.analysis.pipeline_traces import Pass, PipelineStep, read_steps
+from onstep.analysis.pipeline_traces import PipelineStep, read_steps
 from onstep.analysis.plots.axes import QUIET_COLOUR, TEXT_COLOUR
 from onstep.analysis.plots.output import new_figure, save
 from onstep.analysis.plots.pipeline import draw_pipeline, legend_of
@@ -108,10 +110,7 @@ def run(directory: str, layouts: dict[str, Layout], micro_batches: int, seconds:
 def in_theory(step: PipelineStep) -> PipelineStep:
     """The order of a step with passes of exactly one unit of time for each part."""
     exact = [
-        [
-            Pass(one.part, one.micro_batch, one.stage, 0.0, (_FIRST if one.stage == 0 else _UNITS)[one.part])
-            for one in passes
-        ]
+        [replace(one, begin=0.0, end=(_FIRST if one.stage == 0 else _UNITS)[one.part]) for one in passes]
         for passes in step.ranks
     ]
     return PipelineStep(exact).in_order()

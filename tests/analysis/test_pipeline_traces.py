@@ -70,6 +70,25 @@ def test_the_order_alone_idles_as_the_formula_says(order: list[str], idle: float
     assert step.busy == [sum(LASTS[NAMES[word[1]]] for word in words.split()) for words in order]
 
 
+def test_what_is_sent_after_the_next_pass_is_waited_for(tmp_path: Path) -> None:
+    """Rank 1 has micro-batch 1 only after the backward pass of micro-batch 0, which torch pairs with its forward."""
+    order = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    step = step_of(order).in_order()
+    paired = PipelineStep(
+        [[replace(one, is_sent_late=one == step.ranks[0][1]) for one in step.ranks[0]], step.ranks[1]]
+    )
+    assert [one.begin for one in step.ranks[1]] == [1, 2, 4, 5]
+    assert [one.begin for one in paired.in_order().ranks[1]] == [1, 2, 6, 7]
+    path = write(tmp_path, 0, [step])
+    trace = json.loads(path.read_text())
+    of_pair = {"ph": "X", "cat": "user_annotation", "name": "PP:(0F1;0B0)OVERLAP_F_B"}
+    trace["traceEvents"].append(of_pair | {"ts": 1e6, "dur": 6e6})
+    path.write_text(json.dumps(trace))
+    write(tmp_path, 1, [step])
+    [read] = read_steps([tmp_path])
+    assert [one.is_sent_late for one in read.ranks[0]] == [False, True, False, False]
+
+
 def test_steps_are_read_from_the_traces_of_all_ranks(tmp_path: Path) -> None:
     ideal = step_of(ONE_BY_ONE).in_order()
     slow = PipelineStep([[later(one) for one in passes] for passes in ideal.ranks])

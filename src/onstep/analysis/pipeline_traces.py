@@ -7,8 +7,8 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,12 @@ from onstep.errors import DataError
 
 _MARKS = ("gpu_user_annotation", "user_annotation")
 """Categories of what a profiler marks by name: the time of a GPU if it has been recorded, else that of the host."""
+
+
+_PAIR = "OVERLAP_F_B"
+"""In torch's name of a forward pass and a backward pass after which it sends the results of both."""
+_Result = tuple[str, int, int]
+"""What a pass computes: direction, micro-batch, stage."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Pass:
     begin: float
     """Seconds, on the clock of the trace."""
     end: float
+    is_sent_late: bool = False
+    """Whether other ranks get what it has computed only after the next pass, as in the pairs of `DualPipeV`."""
 
 
 @dataclass(frozen=True)
@@ -65,49 +73,56 @@ class PipelineStep:
         Raises:
             DataError: for a step of which passes are missing.
         """
-        number = 1 + max(one.stage for one in chain(*self.ranks))
-        lasts = _medians(chain(*self.ranks))
-        ends: dict[tuple[str, int, int], float] = {}
-        done: list[list[Pass]] = [[] for _ in self.ranks]
-        left = [list(reversed(passes)) for passes in self.ranks]
-        while any(left):
-            has_moved = [_follows(of_rank, left[rank], lasts, ends, number) for rank, of_rank in enumerate(done)]
+        return PipelineStep(_Order(self).done)
+
+
+class _Order:
+    """Repeats the passes of a step, each as soon as what it depends on is done."""
+
+    def __init__(self, step: PipelineStep) -> None:
+        self._num_stages = 1 + max(one.stage for one in chain(*step.ranks))
+        self._lasts = _medians(chain(*step.ranks))
+        self._left = [list(reversed(passes)) for passes in step.ranks]
+        self._sent: dict[_Result, float] = {}
+        """When other ranks have what a pass has computed."""
+        self._known: list[dict[_Result, float]] = [{} for _ in step.ranks]
+        """When a rank has what its own passes have computed."""
+        self._unsent: list[list[_Result]] = [[] for _ in step.ranks]
+        self.done: list[list[Pass]] = [[] for _ in step.ranks]
+        while any(self._left):
+            has_moved = [self._move(rank) for rank in range(len(self.done))]
             if not any(has_moved):
-                missing = next(passes[-1] for passes in left if passes)
-                raise DataError(
-                    f"what {missing.part} {missing.micro_batch} of stage {missing.stage} follows is missing."
-                )
-        return PipelineStep(done)
+                one = next(passes[-1] for passes in self._left if passes)
+                raise DataError(f"what {one.part} {one.micro_batch} of stage {one.stage} follows is missing.")
 
-
-def _follows(
-    done: list[Pass],
-    left: list[Pass],
-    lasts: dict[tuple[str, int], float],
-    ends: dict[tuple[str, int, int], float],
-    num_stages: int,
-) -> bool:
-    """Let a rank do its next pass if what that depends on is done; whether it did."""
-    if not left:
-        return False
-    one = left[-1]
-    needed = _needed(one, num_stages)
-    if needed is not None and needed not in ends:
-        return False
-    begin = max(done[-1].end if done else 0.0, ends[needed] if needed is not None else 0.0)
-    end = begin + lasts[one.part, one.stage]
-    ends[_direction(one.part), one.micro_batch, one.stage] = end
-    done.append(Pass(one.part, one.micro_batch, one.stage, begin, end))
-    left.pop()
-    return True
+    def _move(self, rank: int) -> bool:
+        """Let a rank do its next pass, if it can."""
+        if not self._left[rank]:
+            return False
+        one, done = self._left[rank][-1], self.done[rank]
+        needed = _needed(one, self._num_stages)
+        ready = 0.0 if needed is None else self._known[rank].get(needed, self._sent.get(needed))
+        if ready is None:
+            return False
+        begin = max(ready, done[-1].end if done else 0.0)
+        end = begin + self._lasts[one.part, one.stage]
+        result = _direction(one.part), one.micro_batch, one.stage
+        self._known[rank][result] = end
+        self._unsent[rank].append(result)
+        if not one.is_sent_late:
+            self._sent |= dict.fromkeys(self._unsent[rank], end)
+            self._unsent[rank].clear()
+        done.append(replace(one, begin=begin, end=end))
+        self._left[rank].pop()
+        return True
 
 
 def _direction(part: Part) -> str:
     return "backward" if part == "input gradient" else part
 
 
-def _needed(one: Pass, num_stages: int) -> tuple[str, int, int] | None:
-    """Which pass must be done before: its direction, micro-batch and stage."""
+def _needed(one: Pass, num_stages: int) -> _Result | None:
+    """What must have been computed before."""
     if one.part == "forward":
         return None if one.stage == 0 else ("forward", one.micro_batch, one.stage - 1)
     if one.part == "weight gradient":
@@ -186,10 +201,22 @@ def _passes_of(path: Path) -> list[Pass]:
             ]
             if found:
                 break
-        made = [_pass(match, start + one["ts"] / 1e6, one["dur"] / 1e6) for match, one in found]
+        made = sorted((_pass(match, start + one["ts"] / 1e6, one["dur"] / 1e6) for match, one in found), key=_begin)
+        pairs = [
+            (start + one["ts"] / 1e6, start + (one["ts"] + one["dur"]) / 1e6) for one in events if _PAIR in one["name"]
+        ]
     except (OSError, EOFError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{path} is not a trace of torch's profiler: {error}") from error
-    return sorted(made, key=lambda one: one.begin)
+    return [replace(one, is_sent_late=_in_pair(one, after, pairs)) for one, after in zip_longest(made, made[1:])]
+
+
+def _begin(one: Pass) -> float:
+    return one.begin
+
+
+def _in_pair(one: Pass, after: Pass | None, pairs: list[tuple[float, float]]) -> bool:
+    """Whether a pass and the one after it are a pair."""
+    return after is not None and any(begin <= one.begin and after.end <= end for begin, end in pairs)
 
 
 def _pass(match: re.Match[str], begin: float, seconds: float) -> Pass:

@@ -54,7 +54,7 @@ _UNITS = {"forward": 1.0, "backward": 2.0, "input gradient": 1.0, "weight gradie
 """How long each part of a pass lasts."""
 _FIRST = {"forward": 1.0, "backward": 2.0, "input gradient": 0.0, "weight gradient": 2.0}
 """The same on the first stage."""
-_WARM, _RECORDED = 1, 5
+_WARM, _RECORDED = 1, 9
 """Steps."""
 
 

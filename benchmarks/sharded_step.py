@@ -271,7 +271,7 @@ def run(name: str, layout: Layout, workload: Workload, rounds: int, clock: str, 
     logging.disable(logging.WARNING)
     switches = "ddp.overlap_param_gather=true" in layout.keys
     if layout.stage_ranks > 1:  # as many as all schedules of two ranks run
-        workload = replace(workload, micro_batches=max(4, workload.micro_batches))
+        workload = replace(workload, micro_batches=4, layers=4)
     config = workload.config(layout, (rounds + 1) * workload.block * (1 + switches))  # the first round warms up
     world = open_world(config.dist, config.parallel_sizes(layout.ranks))
     loader, other = (workload.loader(world, config.train.train_iters or 0) for _ in range(2))
@@ -304,7 +304,7 @@ def run(name: str, layout: Layout, workload: Workload, rounds: int, clock: str, 
             pstats.Stats(profile).sort_stats("tottime").print_stats(30)
     world.close()
     is_slow = found.ratio > LIMIT or (found.overlapped is not None and found.overlapped[0] > 1)
-    sys.exit(int((is_slow and workload.layers == WORKLOADS["usual"].layers) or not found.apart <= APART))
+    sys.exit(int((is_slow and workload.block == WORKLOADS["usual"].block) or not found.apart <= APART))
 
 
 def figures(turns: Turns, world: World, block: int, switches: bool) -> Figures:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from onstep.analysis.pipeline_traces import read_steps
 from onstep.training.verification.trajectory_hash import CHAIN
 from tests.support.forked_processes import Processes
 
@@ -25,6 +26,7 @@ PROOFS = [
     *("logger.log_params_norm=true", "logger.console=bridge"),
 ]
 TIED, TWO = "model.share_embeddings_and_output_weights=true", "parallel.virtual_pipeline_model_parallel_size=2"
+PARTS = ("forward", "input gradient", "weight gradient")
 Row = tuple[list[str], dict[str, Any]]
 
 
@@ -45,7 +47,7 @@ def alone(processes: Processes, directory: Path, wanted: list[Row], steps: int) 
     rows: list[Row] = []
     for keys, options in wanted:
         of_one = [key for key in keys if not key.startswith("parallel.")]
-        rows.append((of_one, {name: value for name, value in options.items() if name != "ranks"}))
+        rows.append((of_one, {name: value for name, value in options.items() if name not in ("ranks", "traced")}))
     return [one for [one] in results(processes, directory, rows, steps)]
 
 
@@ -53,14 +55,14 @@ def furthest(own: list[float], reference: list[float]) -> float:
     return max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(own, reference, strict=True))
 
 
-def check(processes: Processes, directory: Path, wanted: list[Row], steps: int) -> None:
-    """Loss and norm are those of one process, and the same on all ranks.
+def check(processes: Processes, directory: Path, wanted: list[Row], steps: int) -> list[list[dict[str, Any]]]:
+    """Loss and norm are those of one process, and the same on all ranks; what each rank found in each row.
 
     In float32, another order of sums grows from step to step, as AdamW divides small gradients by their size: after 20
     steps, the norm of one process is 5e-6 from float64, and 1e-4 where the embeddings are tied.
     """
-    single = alone(processes, directory, wanted, steps)
-    for (keys, options), ranks, one in zip(wanted, results(processes, directory, wanted, steps), single, strict=True):
+    single, found = alone(processes, directory, wanted, steps), results(processes, directory, wanted, steps)
+    for (keys, options), ranks, one in zip(wanted, found, single, strict=True):
         bound = 1e-10 if options.get("dtype") == "float64" else 1e-5
         figures = " ".join(f"{name} {furthest(ranks[0][name], one[name]):.1e}" for name in ("losses", "norms"))
         print(figures, options.get("dtype"), " ".join(key.partition(".")[2] for key in keys))
@@ -73,18 +75,30 @@ def check(processes: Processes, directory: Path, wanted: list[Row], steps: int) 
         assert furthest(ranks[0]["weights"], one["weights"]) <= 10 * bound, keys
         if options["ranks"] == 2:
             assert furthest(ranks[0]["own"], one["own"]) <= bound, keys
+    return found
 
 
 def test_schedules_train_as_one_process_and_share_what_the_last_stage_knows(
     processes: Processes, tmp_path: Path
 ) -> None:
-    """Ragged labels with an empty micro-batch, tied embeddings, two groups, clipping, losses in step and function."""
+    """Ragged labels with an empty micro-batch, tied embeddings, two groups, clipping, losses in step and function.
+
+    Of four micro-batches, GPipe keeps all for the backward passes and 1F1B two and one; a trace names all passes.
+    """
     wanted = [
-        row("1F1B", TIED, dtype="float64"),
+        row("1F1B", TIED, dtype="float64", saved=True),
         row("Interleaved1F1B", TWO, dtype="float64", step="mean"),
-        row("ZBVZeroBubble", TIED, dtype="float64"),
+        row("ZBVZeroBubble", TIED, dtype="float64", traced=str(tmp_path / "traces")),
+        row("GPipe", TIED, dtype="float64", saved=True),
     ]
-    check(processes, tmp_path, wanted, 2)
+    found = check(processes, tmp_path, wanted, 2)
+    for rank, times in ((0, 2), (1, 4)):
+        assert found[3][rank]["saved"] == times * found[0][rank]["saved"] > 0
+    [step] = read_steps([tmp_path / "traces"])
+    for rank, stages in enumerate(([0, 3], [1, 2])):
+        wanted_passes = {(part, index, stage) for part in PARTS for index in range(4) for stage in stages}
+        assert {(one.part, one.micro_batch, one.stage) for one in step.ranks[rank]} == wanted_passes
+        assert len(step.ranks[rank]) == len(wanted_passes)
 
 
 TENSORS = ["parallel.tensor_model_parallel_size=2"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from onstep import Callback, CallbackManager, pretrain
-from onstep.callbacks import EMA
+from onstep.callbacks import EMA, ProfilerCallback
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.data import TrainLoader
 from onstep.distributed import open_world
@@ -30,6 +30,7 @@ from onstep.training.setup.final_weights import whole_of_stages
 from onstep.training.setup.model_and_data import cut_into_stages
 from onstep.training.setup.placement import place
 from onstep.training.verification.fingerprint import fingerprint, placed_parameters
+from tests.support.saved_bytes import SavedBytes
 from tests.support.small_configs import small_pretrain_config
 
 VOCABULARY, LENGTH, ROWS = 67, 12, 12
@@ -182,9 +183,16 @@ def run_row(keys: list[str], options: dict[str, Any], steps: int) -> dict[str, A
     chunks, state, loader = divided(config, options.get("ranks", 1), dtype=dtype)
     curve, manager = Curve(), CallbackManager()
     manager.add(curve)
+    if "traced" in options:
+        plain: dict[str, Any] = dict.fromkeys(("with_stack", "with_flops", "record_shapes"), False)
+        manager.add(ProfilerCallback(0, 1, options["traced"], warmup_steps=0, **plain))
     step = STEPS[options.get("step", "sum")]
-    train(step, chunks, optimizer_of(chunks), None, loader, None, state, callback_manager=manager)
+    apart = [one for chunk in chunks for one in (*chunk.parameters(), *chunk.buffers())]
+    saved = SavedBytes(apart if options.get("saved") else [])
+    with saved if options.get("saved") else nullcontext():
+        train(step, chunks, optimizer_of(chunks), None, loader, None, state, callback_manager=manager)
     found = {name: vars(curve)[name] for name in ("losses", "own", "norms", "zeros", "micro_losses")}
+    found["saved"] = saved.peak
     last = whole_of_stages(chunks, state.world) if is_staged(chunks) else chunks[0]
     found["weights"] = (
         [] if last is None else [float(one.detach().double().square().sum()) for one in last.parameters()]

@@ -374,7 +374,8 @@ def counted() -> Iterator[None]:
         SENT["send"] += sum(one.tensor.nbytes for one in operations if one.op is dist.isend)
         return passes(operations, *args, **kwargs)
 
-    passes, schedules._batch_p2p = schedules._batch_p2p, passed_on
+    passes = schedules._batch_p2p
+    schedules._batch_p2p = passed_on  # type: ignore[assignment]
     for name, own in kept.items():
         setattr(dist, name, counts(name, own))
     try:

@@ -89,8 +89,9 @@ def run(directory: str, layouts: dict[str, Layout], micro_batches: int, seconds:
         config = workload.config(layout, steps)
         world = open_world(config.dist, config.parallel_sizes(layout.ranks))
         whole = build_transformer(config.model, seed=0)
-        for layer in whole.layers:
-            down: Any = layer.feed_forward.down
+        layers_of_model: Any = whole.layers
+        for layer in layers_of_model:
+            down = layer.feed_forward.down
             down.forward = partial(_linear, down, seconds)
         model = place(cut_into_stages([whole], config, world), world, config)
         optimizer = torch.optim.AdamW([one for chunk in model for one in chunk.parameters()])

@@ -15,6 +15,8 @@ from onstep.analysis.logs.samples_log import FILE_NAME, keep_samples, set_sample
 from onstep.config import TrainingArguments
 from onstep.config.field_types import is_integer_from
 from onstep.config.hf.checks import evaluates
+from onstep.distributed import World
+from onstep.distributed.shards import rank, world_size
 from onstep.errors import ConfigError, RankFailedError, require, text_of
 from onstep.events import RunState, Setting, TrainerCallback
 from onstep.files.bounded_reading import read_bytes
@@ -102,7 +104,10 @@ class TextgenCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: RunState, control: object, model: nn.Module, **kwargs: object
     ) -> None:
-        """Check that the model supports the options, and reset the schedule if training starts from step 0."""
+        """Check that the model supports the options, and reset the schedule if training starts from step 0.
+
+        Collective where all ranks generate together.
+        """
         if state.global_step == 0:
             self.next_gen_step = 0
             self._set_samples_aside(args, state)
@@ -110,6 +115,8 @@ class TextgenCallback(TrainerCallback):
         if kwargs.get("trainer") is not None and state.is_world_process_zero and not evaluates(args):
             logger.warning("no text will be generated: there is no evaluation to follow; set eval_strategy")
         module = representative(model)
+        if is_run_by_all(module):  # a rank that the checkpoint did not have has no state
+            self.next_gen_step = World(rank(), world_size()).share(self.next_gen_step)
         if can_generate(module) and not getattr(kwargs.get("trainer"), "pipeline_generate", None):
             check_options(module, self.generation_config)
 

@@ -18,9 +18,9 @@ from onstep.config import ConfigContainer, DistributedInitConfig
 from onstep.config.checks import parallel
 from onstep.distributed import ParallelSizes, World, data_parallel, open_world
 from onstep.optim import TrainingOptimizer
-from onstep.trainer import shard_checks
+from onstep.trainer import session, shard_checks
 from onstep.training import GlobalState, evaluate, train
-from onstep.training.setup import model_and_data, placement
+from onstep.training.setup import model_and_data
 from tests.support.jobs.rank_jobs import Regression, TinyModel, recorder
 from tests.support.small_configs import small_pretrain_config
 from tests.support.small_runs import LENGTH, RaggedRows, stack, sum_step
@@ -108,7 +108,11 @@ def divide(tp: int) -> None:
     TrainingArguments.parallel_sizes = property(lambda self: sizes(there(self).ranks))  # type: ignore[assignment,method-assign]
     parallel.check_tensor = shard_checks.check_tensors = shard_checks._check_optimizer = lambda *given: None  # type: ignore[assignment]
     model_and_data.is_divided = lambda config, world: False  # type: ignore[assignment]
-    placement._in_tensors = lambda chunks, world, config, ddp, weights: data_parallel(chunks, world, ddp)  # type: ignore[assignment]
+    model_and_data.place = session.place = _placed_whole  # type: ignore[assignment]
+
+
+def _placed_whole(chunks: Any, world: Any, config: Any, *, ddp: Any = None, **options: Any) -> Any:
+    return data_parallel(chunks, world, config.ddp if ddp is None else ddp)
 
 
 def job_pretrain(settings: dict[str, Any]) -> dict[str, Any]:

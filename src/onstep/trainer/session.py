@@ -328,7 +328,7 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         session.collate.check(trainer.train_dataset)
     with state.timers(MODEL_TIMER).measure(barrier=True):
         session.model = notify.model = _wrapped(trainer, session)
-        parts = compiled_parts(session.model[0], config, state.world)
+        parts = compiled_parts(session.model[0], config, state.world) if config.train.torch_compile else []
         session.compiled.enter_context(compiled(config.train, parts))
         iters = train_iters(config, num_samples, world_size=state.world.data.size)
         trained = session.model[0] if trainer.stages is None else trainer.stages.module

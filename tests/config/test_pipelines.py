@@ -175,18 +175,6 @@ TENSORS, SHARDS = {"parallel__tensor_model_parallel_size": 2}, {"parallel__data_
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (
-            TENSORS | {"model__num_moe_experts": 4},
-            r"^model.num_moe_experts=4 is not supported in the 2 stages of a pipel",
-        ),
-        (
-            SHARDS | {"optimizer__optimizer": "muon"},
-            r"^optimizer.optimizer=muon is not .*; set it to adam or adamw or sgd",
-        ),
-        (
-            {"ddp__use_distributed_optimizer": True, "train__torch_compile": True},
-            r"^train.torch_compile=true is not supported in the 2 stages .* ddp.use_distributed_optimizer to false",
-        ),
         (SHARDS | {"ddp__sync_each_micro_batch": True}, r"^ddp.sync_each_micro_batch=true is not supported with"),
         (
             TENSORS | {"model__hf_config": {"num_hidden_layers": 4}},

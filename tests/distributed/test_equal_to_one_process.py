@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -37,6 +38,8 @@ def timeless(value: Any) -> Any:
     if isinstance(value, dict):
         kept = [key for key in value if key not in OF_RANKS and not any(fnmatchcase(key, one) for one in OF_CLOCKS)]
         return {key: timeless(value[key]) for key in kept}
+    if isinstance(value, str):
+        return re.sub(r"\branks? \d+(, \d+)*", "rank 0", value)
     return [timeless(one) for one in value] if isinstance(value, list) else value
 
 

@@ -37,6 +37,9 @@ TIED = "model.share_embeddings_and_output_weights=true"
 WATCHED = ["logger.timing_log_level=2", "straggler.log_straggler=true", "profiling.nvtx_ranges=true"]
 ONE, V = "parallel.pipeline_schedule=1F1B", "parallel.pipeline_schedule=ZBVZeroBubble"
 TWO = "parallel.virtual_pipeline_model_parallel_size=2"
+TENSORS = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+SHARDS = ["parallel.data_parallel_shard_size=2"]
+UPDATES = ["ddp.use_distributed_optimizer=true", "optimizer.use_distributed_optimizer=true"]
 Row = tuple[list[str], str]
 
 
@@ -56,11 +59,13 @@ def trained(
     return list(found)
 
 
-def check(processes: Processes, directory: Path, rows: list[Row], ranks: int = 2, *keys: str) -> None:
+def check(
+    processes: Processes, directory: Path, rows: list[Row], ranks: int = 2, *keys: str, stages: int | None = None
+) -> None:
     """Losses, norms and evaluations are those of one process, and the run ends as there."""
     of_one = [([key for key in own if not key.startswith("parallel.")], trouble) for own, trouble in rows]
     single = trained(processes, directory, of_one, 1)
-    size = f"parallel.pipeline_model_parallel_size={ranks}"
+    size = f"parallel.pipeline_model_parallel_size={stages or ranks}"
     for row, there, one in zip(rows, trained(processes, directory, rows, ranks, size, *keys), single, strict=True):
         assert one["losses"], (row, one["end"])
         assert bool(one["texts"]) == bool(one["evaluated"]), row
@@ -141,6 +146,14 @@ def test_each_feature_by_itself(processes: Processes, tmp_path: Path, part: int)
         [MORE, *DROPOUT],
     ]
     check(processes, tmp_path, [([], ""), *((keys, "") for keys in alone[part::5])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [TENSORS, SHARDS, UPDATES], ids=["tensors", "shards", "updates"])
+def test_divided_stages_train_what_one_process_does(processes: Processes, tmp_path: Path, layout: list[str]) -> None:
+    features = [DOCUMENTS, [*LORA, "peft.dropout=0"], [*EXPERTS, *BIAS], [MORE], [MUON, V], [LOGIT, V], COMPILED]
+    features += [[*EXPERTS, MORE, TWO], [MUON, TWO], [*COMPILED, TWO]]
+    check(processes, tmp_path, [(keys, "") for keys in features], 4, *layout, stages=2)
 
 
 @pytest.mark.slow

@@ -97,7 +97,8 @@ def norms_in(directory: Path) -> dict[str, float]:
         for record in json.loads(path.read_text()):
             for kind, norms in ((kind, norms) for kind, norms in record.items() if isinstance(norms, dict)):
                 found |= {f"{record['global_step']} {kind} {name}": norm for name, norm in norms.items()}
-    for line in (directory / "record.jsonl").read_text().splitlines():
+    record_file = directory / "record.jsonl"
+    for line in record_file.read_text().splitlines() if record_file.exists() else []:
         record = json.loads(line)
         if "weight_norm" in record:
             found[f"{record.get('step', record.get('global_step'))} all"] = record["weight_norm"]

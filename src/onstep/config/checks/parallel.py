@@ -81,8 +81,6 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
             f"(model.hf_config); set parallel.tensor_model_parallel_size=1, parallel.data_parallel_shard_size=1 and "
             f"ddp.use_distributed_optimizer=false."
         )
-    if sizes.tp > 1 or _divides_model(config, ranks):
-        _check_divided_stages(config, pp)
     number = _num_layers(config)
     if number:
         layers_of_stages(parallel, number)
@@ -97,19 +95,6 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
                 f"{data} pipeline{'s' * (data != 1)}, which the schedule {schedule.name} on {pp} ranks does not run; "
                 f"use {close * micro * data}, or "
                 f"parallel.pipeline_schedule={schedule.for_any_number.name}."
-            )
-
-
-def _check_divided_stages(config: ConfigContainer, pp: int) -> None:
-    """Refuse what stages are not known to do whose tensors or updates are divided, or that are in shards."""
-    for key, usual in _NOT_IN_DIVIDED_STAGES.items():
-        value: Any = attrgetter(key)(config)
-        if value not in usual:
-            raise ConfigError(
-                f"{key}={_written(value)} is not supported in the {pp} stages of a pipeline whose tensors or updates "
-                f"are divided, or that are in shards; set it to {' or '.join(dict.fromkeys(map(_written, usual)))}, or "
-                f"parallel.tensor_model_parallel_size and parallel.data_parallel_shard_size to 1, and "
-                f"ddp.use_distributed_optimizer to false."
             )
 
 
@@ -161,15 +146,6 @@ _NOT_IN_HALVES: dict[str, tuple[Any, ...]] = {
     "model.mtp_num_layers": (None, 0),
 }
 """The same where gradients of weights are computed later: results are kept for one pass, a weight is used once."""
-_NOT_IN_DIVIDED_STAGES: dict[str, tuple[Any, ...]] = {
-    "model.num_moe_experts": (None,),
-    "model.mtp_num_layers": (None, 0),
-    "peft.peft_scheme": (None,),
-    "train.torch_compile": _OFF,
-    "optimizer.optimizer": ("adam", "adamw", "sgd"),
-    "model.log_max_attention_logit": _OFF,
-}
-"""The same where stages are divided further."""
 _NOT_OF_TRANSFORMERS: dict[str, tuple[Any, ...]] = {"peft.peft_scheme": (None,), "train.torch_compile": _OFF}
 """The same for those that it supports for Onstep's transformer only."""
 

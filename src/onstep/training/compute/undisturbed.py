@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from onstep.checkpoint import RngState
 from onstep.distributed.main_only import main_only
 from onstep.distributed.pipeline.seats import seat_of
-from onstep.distributed.shards import is_sharded
+from onstep.distributed.pipeline.whole import pipeline_of
+from onstep.distributed.shards import is_sharded, sharded_modules
 from onstep.errors import RankFailedError, named_text
 from onstep.events.context import unwrap
 from onstep.models.generation.generate import preserve_modes
@@ -54,25 +56,29 @@ def generate_undisturbed(model: Any, generate: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def _parts_of(model: Any) -> list[nn.Module]:
+    """A model, or all stages of a pipeline that this rank has of it; nothing for what has no modules."""
+    if not hasattr(model, "modules"):
+        return []
+    pipeline = pipeline_of(unwrap(model))
+    return [model] if pipeline is None else pipeline.chunks
+
+
 @contextmanager
-def _usable_shards(model: Any) -> Iterator[None]:
+def _usable_shards(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Gather what a model sharded by `fully_shard` has outside of its blocks; afterwards all of it is sharded again.
 
     A generation calls parts of the model, and only a call of the whole would gather these parameters.
     """
-    if not (hasattr(model, "parameters") and is_sharded(model.parameters())):
-        yield
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(model, FSDPModule):
-        model.unshard()
+    sharded = [one for part in parts for one in sharded_modules(part)]
+    for module in sharded:
+        if any(module is part for part in parts):
+            module.unshard()
     try:
         yield
     finally:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in sharded:
+            module.reshard()
 
 
 @contextmanager
@@ -81,18 +87,19 @@ def preserve_state(model: Any) -> Iterator[None]:
 
     Collective if the model is sharded.
     """
-    modules = list(model.modules()) if hasattr(model, "modules") else []
+    parts = _parts_of(model)
+    modules = [module for part in parts for module in part.modules()]
     # `module.compile()` stores its compiled call here; every new text length would recompile
     compiled = [(one, one._compiled_call_impl) for one in modules if getattr(one, "_compiled_call_impl", None)]
-    parameter = next(model.parameters(), None) if modules else None
+    parameter = next((one for part in parts for one in part.parameters()), None)
     generators = RngState("cpu" if parameter is None else parameter.device)
     try:
-        with generators.kept(), preserve_modes([model] if modules else []):
+        with generators.kept(), preserve_modes(parts):
             for module in modules:  # not `eval()`, which a module may override to change more than its mode
                 module.training = False
             for module, _ in compiled:
                 module._compiled_call_impl = None
-            with _usable_shards(model):
+            with _usable_shards(parts):
                 yield
     finally:
         for module, call in compiled:

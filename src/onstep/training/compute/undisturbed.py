@@ -71,8 +71,9 @@ def _usable_shards(parts: Sequence[nn.Module]) -> Iterator[None]:
     A generation calls parts of the model, and only a call of the whole would gather these parameters.
     """
     sharded = [one for part in parts for one in sharded_modules(part)]
+    roots = {id(part) for part in parts}
     for module in sharded:
-        if any(module is part for part in parts):
+        if id(module) in roots:
             module.unshard()
     try:
         yield

@@ -43,7 +43,7 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
     processes: Processes, tmp_path: Path
 ) -> None:
     """Ragged labels with an empty micro-batch, tied embeddings, clipping, metrics of predictions, on all ranks."""
-    whole, _, rest, own, held = trained(
+    whole, _, rest, own, held, asking = trained(
         processes,
         tmp_path,
         {"directory": "whole", "best": True},
@@ -51,12 +51,15 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
         {"directory": "part", "resumes": True, "best": True},
         {"directory": "own", "overrides": True},
         {"directory": "held", "object": True},
+        {"directory": "asking", "asks_again": True},
         ranks=2,
     )
     assert "refused" not in whole, whole
     assert rest == whole
     assert "WithOwnLoss overrides compute_loss, which has a whole model" in own["refused"]
     assert held["refused"].startswith("the AdamW in optimizers has the whole parameters of LlamaForCausalLM")
+    assert asking["refused"].startswith("LBFGS requires a closure")
+    assert [one["lost"] for one in (own, held, asking)] == [[], [], []], "a refusal leaves the user's model whole"
     shutil.copytree(tmp_path / "part" / "checkpoint-2", tmp_path / "continued" / "checkpoint-2")
     one, continued = trained(
         processes,

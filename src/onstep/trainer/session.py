@@ -252,7 +252,10 @@ def _session(
             make_room(module, state.world)
         parts = [module]
         if state.world.sizes.pp > 1:
-            parts = TrainerStages.of(trainer, state.cfg, state.world).chunks
+            stages = TrainerStages.of(trainer, state.cfg, state.world)
+            parts = stages.chunks
+            if not trains:
+                stages.free_others()
         check_ranks(parts, state.world)
         check_offloading(state.cfg.model, state.world.device)
         check_fused_loss(state.cfg.model, state.world.device)
@@ -334,6 +337,8 @@ def _build_training(trainer: TrainerMethods, session: Session, num_samples: int 
         trained = session.model[0] if trainer.stages is None else trainer.stages.module
         made = make_optimizers(trainer, trained, config, Length(iters, state.world.data.size, num_samples))
         session.optimizer, session.scheduler = notify.optimizer, notify.scheduler = made
+        if trainer.stages is not None:
+            trainer.stages.free_others()
     load_checkpoint(state, Trained(session.model, session.optimizer, session.scheduler))
     let_callbacks_give_weights(state, notify)
     recall_history(state)

@@ -35,7 +35,7 @@ class TrainerStages:
     """The stages of this rank."""
 
     whole: nn.Module
-    """The user's model, which has the weights of these stages, and of the others an outline."""
+    """The user's model, which has the weights of these stages, and of the others an outline once they are freed."""
     chunks: list[nn.Module]
     world: World
 
@@ -54,7 +54,6 @@ class TrainerStages:
         check_weights([whole])
         chunks = cut_into_stages([whole], config, world)
         _make_alike(chunks, world)
-        release(whole, chunks)
         trainer.stages = cls(whole, chunks, world)
         return trainer.stages  # type: ignore[no-any-return]
 
@@ -62,6 +61,10 @@ class TrainerStages:
     def module(self) -> nn.Module:
         """All of them as one module, for an optimizer."""
         return self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
+
+    def free_others(self) -> None:
+        """Free the weights of the stages of other ranks: once nothing that is asked for can be refused any more."""
+        release(self.whole, self.chunks)
 
     def weights(self) -> StateDict | None:
         """The weights of the whole model on the CPU of rank 0; None on others. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
     kind = WithOwnLoss if one.get("overrides") else Trainer
     model = model_of(one.get("kind", "llama"))
     optimizer: Any = own_optimizer if one.get("factory") else None
+    if one.get("asks_again"):
+        optimizer = partial(torch.optim.LBFGS, lr=0.1)  # whose class is known once it is made
     if one.get("object"):
         optimizer = own_optimizer(model.parameters())
     try:
@@ -105,7 +108,7 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
         )
         trainer.train(resume_from_checkpoint=one.get("resumes"))
     except ConfigError as error:
-        return {"refused": str(error)}
+        return {"refused": str(error), "lost": [name for name, one in model.named_parameters() if one.is_meta]}
     predictions: Any = trainer.predict(Rows(3)).predictions
     logged = [record for record in trainer.state.log_history if "grad_norm" in record]
     evaluated = trainer.evaluate()

@@ -311,7 +311,7 @@ def release(whole: nn.Module, stages: Sequence[nn.Module]) -> None:
     outlines: dict[nn.Parameter, nn.Parameter] = {}
     for module in whole.modules():
         for name, one in module._parameters.items():
-            if one is not None and one not in kept:
+            if one is not None and one not in kept and not one.is_meta:
                 if one not in outlines:
                     outlines[one] = nn.Parameter(one.detach().to("meta"), one.requires_grad)
                 module._parameters[name] = outlines[one]

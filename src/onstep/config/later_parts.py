@@ -32,7 +32,9 @@ LATER_PARTS = {
         (1,), "expert parallelism is not supported, each rank has all experts", _SHARD
     ),
     "expert_tensor_parallel_size": LaterPart(
-        (None, 1), "tensor parallelism of experts is not supported, each rank has all experts", _SHARD
+        (None, 1),
+        "experts are divided as the rest of a layer is, by parallel.tensor_model_parallel_size",
+        "set it to null",
     ),
 }
 """By name; the keys of Megatron Bridge's section `model` of the same names set them."""

@@ -10,7 +10,7 @@ OTHER_MODEL = "choose a model of the Llama, Qwen2, Qwen3 or GPT-2 family, or pas
 
 PARALLELISM: dict[str, Rule] = {
     **neutral(
-        "tensor parallelism of experts is not supported, each rank has all experts",
+        "experts are divided as the rest of a layer is, and no further",
         _SHARD,
         {"moe_extended_tp": False},
     ),

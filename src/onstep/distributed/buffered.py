@@ -218,7 +218,7 @@ class BufferedDataParallel(nn.Module):
             if one.has_summands and id(one.parameter) in used:
                 summands.setdefault(one.summing, []).append(held_part(one.shard_gradient))
         for group, parts in summands.items():
-            sum_together(parts, group)
+            sum_together(parts, partial(dist.all_reduce, group=group))
         for one in self.members:
             one.parameter.grad = None  # this rank's summands, which nobody is to take for the sum
             if id(one.parameter) in used:

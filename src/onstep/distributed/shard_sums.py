@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from onstep.distributed.shards import Split, split_of
 
@@ -99,15 +98,15 @@ def _sum(of_ranks: Tensor) -> Tensor:
     return total
 
 
-def sum_together(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Sum tensors of one type over ranks, in place. Collective: one sum.
+def sum_together(tensors: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> None:
+    """Sum tensors of one type over ranks, in place, by one sum of all of them. Collective.
 
     Args:
         tensors: of this rank, as many and as large as those of the others.
-        group: the ranks.
+        reduce: sums a tensor over the ranks, in place.
     """
     together = torch.cat([one.flatten() for one in tensors])
-    dist.all_reduce(together, group=group)
+    reduce(together)
     totals = torch.split(together, [one.numel() for one in tensors])
     torch._foreach_copy_(list(tensors), [total.view_as(one) for one, total in zip(tensors, totals, strict=True)])
 

@@ -138,6 +138,14 @@ class World:
         """
         return self._groups.parts(axes)
 
+    def part(self, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from this one on these axes only, this one among them, without communication.
+
+        Args:
+            axes: of `mesh`, or of `expert_mesh`.
+        """
+        return next(part for part in self.parts(*axes) if self.rank in part)
+
     def group_beside(self, axis: str) -> ProcessGroup:
         """Another process group than `group(axis)` of the same ranks. Collective the first time.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onstep.distributed.shard_sums import Kinds, sum_together
@@ -126,7 +128,7 @@ def sum_replicas(params: Sequence[Tensor]) -> None:
             of_group.setdefault((grad.device_mesh, len(others), grad.dtype), []).append(param)
     for (mesh, dim, _), members in of_group.items():
         own = [param.grad.to_local() for param in members]  # type: ignore[union-attr]
-        sum_together(own, mesh.get_group(dim))
+        sum_together(own, partial(dist.all_reduce, group=mesh.get_group(dim)))
         for param, total in zip(members, own, strict=True):
             param.grad = with_local_value(param, total)
 

@@ -80,11 +80,10 @@ def _make_alike(chunks: Sequence[Any], world: World) -> None:
                 tensor.zero_()
             world.data.sum(tensor)
     own = {name: one for chunk in chunks for name, one in chunk.named_parameters()}
-    [part] = [part for part in world.parts("pp") if world.rank in part]
     for name in chunks[0].tied_weights:
         shape = chunks[0].whole_shapes[name]
         value = own[name].data if name in own else next(iter(own.values())).new_empty(shape)
-        dist.broadcast(value, part[0], group=world.group("pp"))
+        dist.broadcast(value, world.part("pp")[0], group=world.group("pp"))
 
 
 def check_pipeline(trainer: Any, sizes: ParallelSizes) -> None:

@@ -54,9 +54,8 @@ def items_of_stages(own: Any, world: World) -> list[Any]:
         own: a small picklable object of this rank.
         world: the ranks of the run.
     """
-    [part] = [part for part in world.parts("pp") if world.rank in part]
     everywhere = world.gather(own)
-    return [everywhere[rank] for rank in part]
+    return [everywhere[rank] for rank in world.part("pp")]
 
 
 def _outline(value: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from onstep.distributed.shard_sums import sum_together
 from onstep.distributed.shards import held_part, held_parts, sharded_modules, updated_shard
 from onstep.distributed.world import World
 
@@ -72,11 +73,7 @@ class StageGradients:
         for one in trained:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
-        gradients = held_parts([one.grad for one in trained if one.grad is not None])
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        self._world.data.sum(flat)
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [part.view_as(one) for part, one in zip(parts, gradients, strict=True)])
+        sum_together(held_parts([one.grad for one in trained if one.grad is not None]), self._world.data.sum)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -81,8 +81,7 @@ class WholePipeline:
 
     @property
     def _last_rank(self) -> int:
-        [ranks] = [part for part in self.world.parts("pp") if self.world.rank in part]
-        return ranks[0 if self._schedule.chunks == "two" else -1]
+        return self.world.part("pp")[0 if self._schedule.chunks == "two" else -1]
 
     def _pass(self, number: int, index: int, received: Tensor | None) -> Tensor:
         chunk: Any = self.chunks[number]

@@ -79,9 +79,8 @@ def weights_of_stages(model: list[nn.Module], world: World) -> dict[str, Tensor]
     """
     stages: list[Any] = [unwrap(chunk) for chunk in model]
     own = {name: value for stage in stages for name, value in stage.state_dict().items()}
-    [part] = [part for part in world.parts("pp") if world.rank in part]
     names = world.gather([*own])
-    owners = {name: rank for rank in reversed(part) for name in names[rank]}
+    owners = {name: rank for rank in reversed(world.part("pp")) for name in names[rank]}
     dtype, group = next(iter(own.values())).dtype, world.group("pp")
     values: dict[str, Tensor] = {}
     for name, shape in stages[0].whole_shapes.items():

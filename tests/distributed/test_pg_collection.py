@@ -101,6 +101,7 @@ def test_functions_that_take_groups_give_what_one_process_gives_for_a_model_in_t
         assert (found["largest"], found["all"]) == (one["largest"], one["all"]) == (5, True)
         assert found["one not"] is False
         assert found["memory"] == 7 - rank % 2
+        assert not found["agrees"], "stages have the norm of all ranks anyway"
         assert found["summands"] == pytest.approx(1.0, rel=1e-12)
         assert "the squares of partial sums do not add up" in found["refused"]
 

@@ -100,6 +100,7 @@ def job_model(settings: dict[str, Any]) -> dict[str, Any]:
         "all": logical_and_across_model_parallel_group(True, groups.mp if is_divided else None),
         "one not": logical_and_across_model_parallel_group(rank > 0, groups.mp if is_divided else None),
         "memory": reduce_max_memory_across_pp_group({"peak": 7 - rank}, groups.pp if is_divided else None)["peak"],
+        "agrees": model_parallel_group(chunks, state.world) is not None,
     }
     if is_divided:
         found |= _in_other_forms(chunks, config, state)

@@ -8,7 +8,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from onstep.distributed import World, groups_within_models
+from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shard_sums import has_others
+from onstep.distributed.shards import as_dtensor
 from onstep.events.context import unwrap
 from onstep.metrics.reductions import (
     logical_and_across_model_parallel_group,
@@ -23,11 +25,19 @@ def model_parallel_group(model: list[nn.Module], world: World) -> ProcessGroup |
     """The group of the ranks that share this model: Megatron's `mp`, from the `pg_collection` of its first chunk, or
     that of the run for a model that has none.
 
-    None if one rank holds all of it.
+    None if one rank holds all of it, and where its norm, zeros and overflows are those of all ranks anyway: in stages
+    of a pipeline, and with every parameter divided or replicated along `tp`.
     """
-    groups = getattr(unwrap(model[0]), "pg_collection", None) or groups_within_models(world)
+    groups = getattr(unwrap(model[0]), "pg_collection", None)
+    if groups is None and not (is_staged(model) or _is_divided_by_tensors(model)):
+        groups = groups_within_models(world)
     group: ProcessGroup | None = getattr(groups, "mp", None)
     return group if has_others(group) else None
+
+
+def _is_divided_by_tensors(model: list[nn.Module]) -> bool:
+    parts = [as_dtensor(one) for chunk in model for one in chunk.parameters()]
+    return bool(parts) and all(part is not None and "tp" in (part.device_mesh.mesh_dim_names or ()) for part in parts)
 
 
 class ModelParallelAgreement(Feature[Job]):

@@ -45,7 +45,7 @@ class ModelParallelAgreement(Feature[Job]):
 
     name = "model_parallel"
     needs_grad_norm = True
-    when = "the `pg_collection.mp` of the model or the run has other ranks"
+    when = "the `pg_collection.mp` of the model, or of a run whose model its user divides, has other ranks"
 
     @classmethod
     def wanted(cls, host: Job) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 IN_BF16 = "mixed_precision=bf16_mixed"
@@ -37,6 +37,8 @@ class Layout:
         return SEQUENCES in self.keys
 
 
+ROWS, LENGTH, VOCABULARY = 12, 12, 67
+"""Rows of a step, their tokens, and a vocabulary that no number of ranks divides."""
 SEQUENCES = "parallel.sequence_parallel=true"
 
 
@@ -156,6 +158,22 @@ class Variant:
     """train | pretrain (our transformer on a text of its own) | Trainer"""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the configuration of a model of transformers."""
+    recipe: str | None = None
+    """The recipe whose configuration it is a small form of."""
+    packed: bool = False
+    """Whether sequences hold several documents, which do not see each other."""
+    on_page: bool = False
+    """Whether it is a variant of the page of layouts: 16 rows a step, four layers, evaluations, generated tokens."""
+
+    @property
+    def rows(self) -> int:
+        """Of a step."""
+        return 16 if self.on_page else ROWS
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether it draws masks."""
+        return any("dropout=" in key for key in self.keys)
 
 
 _GPT2 = ("model.normalization=LayerNorm", "model.add_bias_linear=true", "model.gated_linear_unit=false")
@@ -208,3 +226,15 @@ VARIANTS = {
     "muon in bf16": Variant(door="pretrain", keys=("optimizer.optimizer=muon",)),
     "Trainer": Variant("llama", door="Trainer", accumulation=3),
 }
+_DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
+PAGE = {
+    "ragged": Variant(keys=("optimizer.clip_grad=0.5",), has_empty_rank=True, groups=True, accumulation=4),
+    "both dropouts": Variant(keys=_DROPOUT, accumulation=4),
+    "once": Variant(door="pretrain", recipe="gpt2_124m", accumulation=1),
+    "recipe": Variant(door="pretrain", recipe="llama32_1b", packed=True, accumulation=4),
+    "family": Variant("llama", door="pretrain", options={"tie_word_embeddings": True}, packed=True, accumulation=4),
+    "given model": Variant("llama", has_empty_rank=True, accumulation=4),
+    "a Trainer": Variant("llama", door="Trainer", has_empty_rank=True, accumulation=4),
+}
+"""The variants of the page of layouts, which have several features each."""
+VARIANTS |= {name: replace(variant, on_page=True) for name, variant in PAGE.items()}

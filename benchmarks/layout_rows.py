@@ -6,6 +6,7 @@ are compared with.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,38 +25,44 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from layout_names import Layout, Variant
+from layout_names import LENGTH, ROWS, VOCABULARY, Layout, Variant
 from onstep import Callback, CallbackManager, Trainer, TrainingArguments, pretrain
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.data import TrainLoader
-from onstep.distributed import open_world
+from onstep.distributed import World, open_world
 from onstep.distributed.gradient_exchange import average_in
 from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import as_dtensor, local_part, whole
+from onstep.models.generation.generate import generate, inner_transformer
+from onstep.models.hf.causal_lm import inner_causal_lm
 from onstep.models.transformer import build_transformer
+from onstep.recipes import get_recipe
 from onstep.training import GlobalState, train
 from onstep.training.setup.final_weights import whole_of_stages
 from onstep.training.setup.model_and_data import cut_into_stages
 from onstep.training.setup.placement import place
 
 _TEXT = Path(__file__).parents[1] / "LICENSE"
-ROWS, LENGTH, VOCABULARY = 12, 12, 67
-"""Rows of a step, their tokens, and a vocabulary that no number of ranks divides."""
+_BYTES = 261
+"""The vocabulary of a text."""
+_GENERATED = 8
+"""Tokens that a model adds to a prompt."""
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """Rows of tokens with 1 to 9 labels each; of every twelve, the last three may have none."""
+    """Rows of tokens with 1 to 9 labels each; of those of a step, the last quarter may have none."""
 
-    def __init__(self, has_empty_rank: bool) -> None:
-        self.has_empty_rank = has_empty_rank
+    def __init__(self, has_empty_rank: bool, number: int = ROWS) -> None:
+        self.has_empty_rank, self.number = has_empty_rank, number
 
     def __len__(self) -> int:
-        return 100 * ROWS
+        return 100 * self.number
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
         labels = tokens.roll(-1).clone()
-        labels[0 if self.has_empty_rank and index % ROWS >= ROWS * 3 // 4 else 1 + index % 9 :] = -100
+        is_empty = self.has_empty_rank and index % self.number >= self.number * 3 // 4
+        labels[0 if is_empty else 1 + index % 9 :] = -100
         return {"tokens": tokens, "labels": labels}
 
 
@@ -66,10 +73,12 @@ class Watch(Callback):
     reads_weights = False
     """But for the end of the training, when they are gathered, and where it replaces them."""
 
-    def __init__(self, *, keeps_starts: bool, along: list[dict[str, Tensor]] | None) -> None:
+    def __init__(
+        self, *, keeps_starts: bool = False, along: list[dict[str, Tensor]] | None = None, generates: bool = False
+    ) -> None:
         self.starts: list[dict[str, Tensor]] | None = [] if keeps_starts else None
         """The weights with which each step began."""
-        self._along = along
+        self._along, self._generates = along, generates
         self.reads_weights = along is not None
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -82,6 +91,10 @@ class Watch(Callback):
         self.names: list[str] = []
         """Of each parameter."""
         self.values: dict[str, Tensor] = {}
+        self.evaluated: list[float] = []
+        """The loss of each evaluation."""
+        self.tokens: list[list[int]] = []
+        """What a language model adds to two prompts, its most likely tokens."""
 
     def on_train_step_start(self, context: Any) -> None:
         """Note the weights, or replace them by those of another run."""
@@ -101,9 +114,17 @@ class Watch(Callback):
         parameters = dict.fromkeys(one for chunk in context.model for one in chunk.parameters())
         self.held["gradients"] = _bytes([one.grad for one in parameters if one.grad is not None])
 
+    def on_eval_end(self, context: Any) -> None:
+        """Note the loss of an evaluation."""
+        self.evaluated.append(float(context.metrics["eval_loss"]))
+
     def on_train_end(self, context: Any) -> None:
-        """Gather the parameters. Collective."""
+        """Gather the parameters, and generate. Collective."""
         model = context.model[0]
+        is_able = inner_transformer(model) is not None or inner_causal_lm(model) is not None
+        if self._generates and is_able:
+            prompts = torch.tensor([[11, 12, 13], [14, 15, 16]])
+            self.tokens = generate(model, prompts, max_new_tokens=_GENERATED, temperature=0).tolist()
         named = [(_plain(name), one) for chunk in context.model for name, one in chunk.named_parameters()]
         self.shapes = [(list(one.shape), one.requires_grad, one.element_size()) for _, one in named]
         self.names = [name for name, _ in named]
@@ -136,7 +157,8 @@ def _as(parameter: Tensor, value: Tensor) -> Tensor:
 class _InputIds(Rows):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = super().__getitem__(index)
-        return {"input_ids": row["tokens"], "labels": row["tokens"]}
+        labels = row["tokens"].masked_fill(row["labels"].eq(-100), -100) if self.has_empty_rank else row["tokens"]
+        return {"input_ids": row["tokens"], "labels": labels}
 
 
 def _step(data_iterator: Any, model: nn.Module) -> Any:
@@ -161,7 +183,7 @@ def model_of(variant: Variant, config: ConfigContainer) -> nn.Module:
     if variant.model == "own":
         model: nn.Module = build_transformer(config.model, seed=0)
     else:
-        model = _of_transformers(variant)
+        model = _of_transformers(variant, config.model.num_layers)
     if variant.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -174,36 +196,75 @@ def model_of(variant: Variant, config: ConfigContainer) -> nn.Module:
     return model.to(getattr(torch, variant.dtype))
 
 
-def _of_transformers(variant: Variant) -> nn.Module:
+def _of_transformers(variant: Variant, layers: int) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, **variant.options}
-    if variant.model != "gpt2":
-        sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-        sizes = {"num_key_value_heads": 2, "max_position_embeddings": 32, **sizes}
-    else:
-        sizes |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
-        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {**_sizes(layers, VOCABULARY, variant.model), **variant.options}
     torch.manual_seed(0)
     made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.model, **sizes))  # type: ignore[no-untyped-call]
     return made
 
 
+def _sizes(layers: int, vocabulary: int, kind: str = "llama") -> dict[str, Any]:
+    """The sizes of a model of transformers."""
+    sizes: dict[str, Any] = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0}
+    if kind == "gpt2":
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return {**sizes, "n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32}
+    sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4}
+    return {**sizes, "num_key_value_heads": 2, "max_position_embeddings": 32}
+
+
 def config_of(layout: Layout, variant: Variant, steps: int) -> ConfigContainer:
     """The configuration of a row."""
-    config = ConfigContainer(model=ModelConfig(vocab_size=VOCABULARY, seq_length=LENGTH))
-    config.model.num_layers = 4 if layout.stage_ranks > 1 else 3
-    config.model.hidden_size, config.model.num_attention_heads = 32, 4
+    config = ConfigContainer() if variant.recipe is None else get_recipe(variant.recipe)()
+    model = config.model
+    model.vocab_size, model.seq_length, model.num_layers = VOCABULARY, LENGTH, 3
+    if variant.on_page or layout.stage_ranks > 1:
+        model.num_layers = 4
+    model.hidden_size, model.num_attention_heads = 32, 4
+    if variant.recipe is not None:
+        _shrink(config)
     config.dist.device, config.dataset.seq_length = "cpu", LENGTH
-    config.train.global_batch_size, config.train.train_iters = ROWS, steps
+    config.train.global_batch_size, config.train.train_iters = variant.rows, steps
     config.train.micro_batch_size = _micro_batch_of(layout, variant)
     config.logger.log_interval, config.validation.eval_iters, config.optimizer.lr = 0, None, 3e-3
     apply_overrides(config, [*layout.keys, *variant.keys])
+    if variant.door == "pretrain":
+        _of_text(config, variant, steps)
     return config
 
 
+def _shrink(config: ConfigContainer) -> None:
+    """Give the model of a recipe a small size, and the run float32 and a rate by which it learns in a few steps."""
+    model = config.model
+    model.ffn_hidden_size = 48
+    if model.num_query_groups is not None:
+        model.num_query_groups = 2
+    if model.kv_channels is not None:
+        model.kv_channels = 8
+    config.mixed_precision, config.optimizer.min_lr, config.scheduler.lr_warmup_iters = None, 3e-4, 1
+
+
+def _of_text(config: ConfigContainer, variant: Variant, steps: int) -> None:
+    """Have `pretrain` read a text, and evaluate twice if it is a variant of the page."""
+    data = config.dataset
+    data.kind, data.paths, data.split, data.num_workers = "text", [str(_TEXT)], "100,0,0", 0
+    config.tokenizer.tokenizer_type, config.model.vocab_size = "bytes", _BYTES
+    config.run.save_weights, config.checkpoint.save = False, None
+    if variant.model != "own":
+        content = {"model_type": variant.model, **_sizes(config.model.num_layers, _BYTES, variant.model)}
+        content |= variant.options
+        config.model = ModelConfig(hf_config=content, vocab_size=_BYTES, seq_length=LENGTH)
+    if variant.on_page:
+        data.split = "80,20,0"
+        config.validation.eval_interval, config.validation.eval_iters = max(1, steps // 2), 2
+    if variant.packed:
+        data.reset_attention_mask = data.reset_position_ids = True
+
+
 def _micro_batch_of(layout: Layout, variant: Variant) -> int:
-    return ROWS // layout.data_ranks // variant.accumulation
+    return variant.rows // layout.data_ranks // variant.accumulation
 
 
 def optimizer_of(model: list[nn.Module], variant: Variant) -> torch.optim.Optimizer:
@@ -240,7 +301,11 @@ def run_row(
         along: such a file, of a run whose parameters each step begins with; None continues with those it has.
     """
     config = config_of(layout, variant, steps)
-    watch = Watch(keeps_starts=starts is not None, along=None if along is None else torch.load(along))
+    watch = Watch(
+        keeps_starts=starts is not None,
+        along=None if along is None else torch.load(along),
+        generates=variant.on_page or variant.has_empty_rank,
+    )
     directory = f"row-{next(_NUMBERS)}"  # the same on all ranks
     Path(directory).mkdir(exist_ok=True)
     if config.train.torch_compile:
@@ -258,12 +323,21 @@ def run_row(
         "shapes": watch.shapes,
         "names": watch.names,
         "held": watch.held,
+        "evaluated": watch.evaluated,
+        "tokens": watch.tokens,
     }
 
 
 def _by_hand(config: ConfigContainer, layout: Layout, variant: Variant, watch: Watch, directory: str) -> None:
     """`train()` of a model that is placed here."""
     world = open_world(config.dist, config.parallel_sizes(layout.ranks))
+    try:
+        _train_here(config, world, variant, watch)
+    finally:
+        world.close()
+
+
+def _train_here(config: ConfigContainer, world: World, variant: Variant, watch: Watch) -> None:
     chunks = [model_of(variant, config)]
     model = place(cut_into_stages(chunks, config, world) if world.sizes.pp > 1 else chunks, world, config)
     for chunk in model:
@@ -274,9 +348,9 @@ def _by_hand(config: ConfigContainer, layout: Layout, variant: Variant, watch: W
     optimizer = optimizer_of(model, variant)
     state = GlobalState(config, num_microbatches=variant.accumulation, world=world)
     loader = TrainLoader(
-        Rows(variant.has_empty_rank),
-        micro_batch_size=_micro_batch_of(layout, variant),
-        global_batch_size=ROWS,
+        Rows(variant.has_empty_rank, variant.rows),
+        micro_batch_size=config.train.micro_batch_size or 1,
+        global_batch_size=variant.rows,
         rank=world.data.rank,
         world_size=world.data.size,
         shuffle=False,
@@ -286,7 +360,6 @@ def _by_hand(config: ConfigContainer, layout: Layout, variant: Variant, watch: W
     torch.manual_seed(100 + world.data.rank)
     forward_step = _step if variant.loss == "step" else _step_of_model
     train(forward_step, model, optimizer, None, loader, None, state, callback_manager=manager)
-    world.close()
 
 
 def _average(bucket: Any) -> Any:
@@ -295,16 +368,27 @@ def _average(bucket: Any) -> Any:
 
 
 def _pretrained(config: ConfigContainer, layout: Layout, variant: Variant, watch: Watch, directory: str) -> None:
-    """`pretrain` on the text of the license."""
-    config.dataset.kind, config.dataset.paths, config.dataset.split = "text", [str(_TEXT)], "100,0,0"
-    config.dataset.cache_dir, config.tokenizer.tokenizer_type = directory, "bytes"
-    config.run.save_weights, config.checkpoint.save, config.model.vocab_size = False, None, 261
+    """`pretrain` on the text of the license, packed in documents of a few words each."""
+    config.dataset.cache_dir = directory
+    if variant.packed:
+        config.dataset.paths = [_documents(directory)]
     pretrain(config, callbacks=[watch])
+
+
+def _documents(directory: str) -> str:
+    """A file with the text in documents of three words, several of which fit a row; each rank writes the same."""
+    words = _TEXT.read_text().split()
+    lines = [json.dumps({"text": " ".join(words[start : start + 3])}) for start in range(0, len(words), 3)]
+    own, shared = Path(directory, f"{os.getpid()}.part"), Path(directory, "documents.jsonl")
+    own.write_text("\n".join(lines))
+    own.replace(shared)
+    return str(shared)
 
 
 def _by_trainer(config: ConfigContainer, layout: Layout, variant: Variant, watch: Watch, directory: str) -> None:
     """`Trainer` of a model of transformers."""
     keys = dict(map(_pair, layout.keys))
+    evaluates = {"eval_strategy": "steps", "eval_steps": max(1, (config.train.train_iters or 2) // 2)}
     arguments = TrainingArguments(
         output_dir=directory,
         max_steps=config.train.train_iters or 0,
@@ -317,9 +401,12 @@ def _by_trainer(config: ConfigContainer, layout: Layout, variant: Variant, watch
         report_to=[],
         disable_tqdm=True,
         config_overrides={"run.save_weights": False, **keys},
+        per_device_eval_batch_size=2,
+        **(evaluates if variant.on_page else {}),
     )
-    data = _InputIds(variant.has_empty_rank)
-    Trainer(model_of(variant, config), arguments, train_dataset=data, callbacks=[watch]).train()
+    data = _InputIds(variant.has_empty_rank, variant.rows)
+    some = torch.utils.data.Subset(data, range(variant.rows)) if variant.on_page else None
+    Trainer(model_of(variant, config), arguments, train_dataset=data, eval_dataset=some, callbacks=[watch]).train()
 
 
 _DOORS = {"train": _by_hand, "pretrain": _pretrained, "Trainer": _by_trainer}

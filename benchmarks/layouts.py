@@ -1,6 +1,7 @@
 """Compares layouts of ranks with one process: losses, gradient norms, weights, bytes sent and held.
 
     python benchmarks/layouts.py [--layouts fsdp2,"hsdp 2x2"] [--variants tied,moe] [--steps 20] [--compiled]
+    python benchmarks/layouts.py --page docs/guide/layouts.md [--steps 10]
 
 Prints a row for each layout and variant, and ends with 1 if any is outside of its bounds. Each row is a run of real
 processes over gloo on this machine.
@@ -19,8 +20,9 @@ import multiprocessing
 import socket
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +30,10 @@ from typing import Any
 
 import torch
 
-from layout_names import IN_BF16, IN_MXFP8, LAYOUTS, MASTERS, VARIANTS, Layout, Variant
+from layout_names import IN_BF16, IN_MXFP8, LAYOUTS, MASTERS, PAGE, VARIANTS, Layout, Variant
+from layout_page import EVALUATION, LOSS, ROWS, SAME, TOKENS, Found, write
 from layout_rows import run_row
+from onstep.errors import ConfigError
 from stage_layouts import held_in_stages, sent_in_stages
 from tensor_layouts import held_in_tensors, sent_in_tensors
 
@@ -38,7 +42,7 @@ MUON = "optimizer.optimizer=muon"
 _PRECISELY = "optimizer.muon_fp32_matmul_prec=highest"
 STARTS = "starts.pt"
 TABLE = [name for name in LAYOUTS if name not in (COMPILED, "one", "one MXFP8")]
-_SECONDS = 600
+_SECONDS, _SECONDS_TO_FAIL = 1800, 40
 _MUST = {"float32": (1e-5, 1e-4), "float64": (1e-10, 1e-10)}
 """How far losses and norms (relatively), and parameters (absolutely), may be from one process."""
 _MUST_IN_BF16 = 2e-2
@@ -63,6 +67,10 @@ class Compared:
     held_in_theory: dict[str, float]
     along: tuple[float, float] | None = None
     """Loss and norm of a run whose steps begin with the parameters of one process."""
+    evaluated: float = 0.0
+    """Of the losses of evaluations."""
+    generates_alike: bool = True
+    """Whether the model adds the same tokens to prompts."""
 
     def outside(self, layout: Layout, variant: Variant) -> list[str]:
         """What is not as it must be."""
@@ -80,6 +88,10 @@ class Compared:
         found += [f"loss {loss:.1e}"] if not loss <= scalar else []
         found += [f"norm {norm:.1e}"] if not norm <= scalar else []
         found += [f"parameters {self.parameters:.1e}"] if not self.parameters <= absolute else []
+        found += [f"evaluation {self.evaluated:.1e}"] if not self.evaluated <= scalar else []
+        found += [] if self.generates_alike or rounds or IN_MXFP8 in layout.keys else ["other tokens"]
+        if variant.on_page:
+            return found
         for what, real, theory in (
             ("sent", self.sent, self.sent_in_theory),
             ("held", self.held, self.held_in_theory),
@@ -102,8 +114,10 @@ _SMALL_SUMS = 3 + 1
 
 
 def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
-    """Bytes of a step by kind: see "Going distributed"."""
+    """Bytes of a step by kind: see "Going distributed"; nothing for variants of the page of layouts."""
     keys = dict(key.split("=") for key in layout.keys)
+    if variant.on_page:
+        return {}
     if layout.stage_ranks > 1:
         return sent_in_stages(layout, variant, shapes, names)
     if layout.tensor_ranks > 1:
@@ -136,6 +150,8 @@ def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: l
 def held_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
     """Bytes of rank 0: 4 for each parameter, 4 for its gradient, 8 for AdamW's state, in shards of whole rows."""
     keys = dict(key.split("=") for key in layout.keys)
+    if variant.on_page:
+        return {}
     if layout.stage_ranks > 1:
         return held_in_stages(layout, variant, shapes, names)
     if layout.tensor_ranks > 1:
@@ -197,6 +213,8 @@ def compared(
         sent_in_theory=sent_in_theory(layout, variant, whole["shapes"], whole["names"]),
         held=found["held"],
         held_in_theory=held_in_theory(layout, variant, whole["shapes"], whole["names"]),
+        evaluated=_apart(alone["evaluated"], found["evaluated"]),
+        generates_alike=alone["tokens"] == found["tokens"],
         along=None
         if along is None
         else (_apart(alone["losses"], along["losses"]), _apart(alone["norms"], along["norms"])),
@@ -208,7 +226,7 @@ def _pairs(overrides: tuple[str, ...]) -> Iterator[list[str]]:
 
 
 def _apart(expected: list[float], found: list[float]) -> float:
-    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(expected, found, strict=True))
+    return max((abs(a - b) / max(abs(a), 1e-12) for a, b in zip(expected, found, strict=True)), default=0.0)
 
 
 def has_second_run(layout: str) -> bool:
@@ -219,7 +237,7 @@ def has_second_run(layout: str) -> bool:
 def alone_of(layout: str, variant: str) -> tuple[str, Variant]:
     """What a row is compared with: one process, but for dropout, whose masks are those of each share of the samples."""
     chosen = variant_of(layout, variant)
-    if variant == "dropout" and LAYOUTS[layout].data_ranks > 1:
+    if chosen.has_dropout and LAYOUTS[layout].data_ranks > 1:
         return f"ddp{LAYOUTS[layout].data_ranks}", chosen
     is_alike = chosen.same_micro_batches
     return "one MXFP8" if IN_MXFP8 in LAYOUTS[layout].keys else "one", replace(
@@ -230,7 +248,7 @@ def alone_of(layout: str, variant: str) -> tuple[str, Variant]:
 def variant_of(layout: str, variant: str) -> Variant:
     """What a row trains: of a pipeline four layers, and as many micro-batches as its schedule runs."""
     chosen = VARIANTS[variant]
-    if LAYOUTS[layout].stage_ranks == 1:
+    if LAYOUTS[layout].stage_ranks == 1 or chosen.on_page:
         return chosen
     accumulation = 4 if LAYOUTS[layout].data_ranks == 1 else 3
     return replace(chosen, keys=(*chosen.keys, "model.num_layers=4"), accumulation=accumulation)
@@ -254,46 +272,139 @@ def run(
         directory: where it runs.
         keeps_starts: whether it writes the parameters with which each step began to `starts.pt`.
         along: such a file, whose parameters each step begins with.
+
+    Raises:
+        RuntimeError: with what a rank raised, a refusal too.
     """
-    files = {"parameters": "weights.pt", "starts": STARTS if keeps_starts else None, "along": along}
+    files = {"starts": STARTS if keeps_starts else None, "along": along}
+    [found] = run_all(layout, [variant], steps, directory, files)
+    if "refused" in found[0]:
+        raise RuntimeError(f"ConfigError: {found[0]['refused']}")
+    return found
+
+
+def run_all(
+    layout: Layout,
+    variants: list[Variant],
+    steps: int,
+    directory: Path,
+    files: dict[str, str | None] | None = None,
+) -> list[tuple[Any, Any]]:
+    """Run rows of one layout in one start of its ranks; of each what rank 0 found, and its parameters.
+
+    What all ranks refuse has `refused` in place of the rest.
+
+    Args:
+        layout: of the rows.
+        variants: what is trained.
+        steps: the number of steps.
+        directory: where they run.
+        files: of the options of `run_row`.
+
+    Raises:
+        RuntimeError: with what a rank raised.
+    """
     directory.mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
     ranks = [
-        context.Process(target=_rank, args=(rank, port, layout, variant, steps, str(directory), files))
+        context.Process(target=_rank, args=(rank, port, layout, variants, steps, str(directory), files or {}))
         for rank in range(layout.ranks)
     ]
     for rank in ranks:
         rank.start()
-    for rank in ranks:
-        rank.join(_SECONDS)
-        if rank.is_alive():
-            rank.kill()
-            rank.join()
+    _wait(ranks)
     if any(rank.exitcode for rank in ranks):
         said = sorted(directory.glob("error-*"))
         raise RuntimeError(said[0].read_text() if said else f"ranks ended with {[rank.exitcode for rank in ranks]}")
-    return json.loads((directory / "found.json").read_text()), torch.load(directory / "weights.pt")
+    found, *others = (json.loads((directory / f"found-{rank}.json").read_text()) for rank in range(layout.ranks))
+    refused = [one.get("refused") for one in found]
+    if any([one.get("refused") for one in other] != refused for other in others):
+        raise RuntimeError(f"ranks refuse different things: {[refused, *others]}")
+    return [(one, None if "refused" in one else torch.load(directory / _weights(at))) for at, one in enumerate(found)]
+
+
+def _wait(ranks: list[Any]) -> None:
+    """Until all ranks have ended; some seconds after one has failed, the others are killed."""
+    deadline = time.monotonic() + _SECONDS
+    while any(rank.is_alive() for rank in ranks):
+        if any(rank.exitcode for rank in ranks):
+            deadline = min(deadline, time.monotonic() + _SECONDS_TO_FAIL)
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                rank.kill()
+        time.sleep(0.01)
+
+
+def _weights(number: int) -> str:
+    return f"weights-{number}.pt"
 
 
 def _rank(
-    rank: int, port: int, layout: Layout, variant: Variant, steps: int, directory: str, files: dict[str, str | None]
+    rank: int,
+    port: int,
+    layout: Layout,
+    variants: list[Variant],
+    steps: int,
+    directory: str,
+    files: dict[str, str | None],
 ) -> None:
     os.chdir(directory)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    found: list[Any] = []
     try:
         with open("said", "w") as said, redirect_stdout(said):
-            found = run_row(layout, variant, steps, **files)
-        if rank == 0:
-            Path("found.json").write_text(json.dumps(found))
+            for number, variant in enumerate(variants):
+                try:
+                    found.append(run_row(layout, variant, steps, parameters=_weights(number), **files))
+                except ConfigError as error:
+                    found.append({"refused": str(error)})
+        Path(f"found-{rank}.json").write_text(json.dumps(found))
     except BaseException:  # noqa: BLE001 - told by the process that waits
-        Path(f"error-{rank}").write_text(traceback.format_exc()[-2000:])
+        Path(f"error-{rank}").write_text(traceback.format_exc()[-4000:])
         os._exit(1)
     os._exit(0)
+
+
+def measured(steps: int, directory: Path, rows: Iterable[str] = ROWS.values()) -> dict[tuple[str, str], Found]:
+    """What the page of layouts says, by layout and variant.
+
+    Args:
+        steps: of each training.
+        directory: where they run.
+        rows: the layouts.
+    """
+    variants = list(PAGE)
+    wanted = {alone_of(layout, variant)[0] for layout in rows for variant in variants}
+    alone = {
+        name: run_all(LAYOUTS[name], [VARIANTS[one] for one in variants], steps, directory / f"alone {name}")
+        for name in sorted(wanted)
+    }
+    found: dict[tuple[str, str], Found] = {}
+    for layout in rows:
+        ran = run_all(LAYOUTS[layout], [VARIANTS[one] for one in variants], steps, directory / layout)
+        for number, variant in enumerate(variants):
+            one, row = alone[alone_of(layout, variant)[0]][number], ran[number]
+            if "refused" in row[0]:
+                found[layout, variant] = Found(refusal=row[0]["refused"])
+                print(f"{layout:19}{variant:15} refused: {row[0]['refused']}", flush=True)
+                continue
+            beside = compared(LAYOUTS[layout], VARIANTS[variant], one, row)
+            found[layout, variant] = Found(
+                {
+                    LOSS: f"{max(beside.loss, beside.norm):.0e}",
+                    EVALUATION: f"{beside.evaluated:.0e}",
+                    TOKENS: SAME if beside.generates_alike else "others",
+                }
+            )
+            outside = beside.outside(LAYOUTS[layout], VARIANTS[variant])
+            apart = f"{beside.loss:9.1e}{beside.norm:9.1e}{beside.parameters:9.1e}{beside.evaluated:9.1e}"
+            print(f"{layout:19}{variant:15}{apart}  {'; '.join(outside) or 'as one process'}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -305,9 +416,15 @@ def main() -> None:
     options.add_argument(
         "--compiled", action="store_true", help="add a row with torch.compile, one to two minutes each"
     )
+    options.add_argument("--page", type=Path, help="measure the features of the page of layouts, and write its table")
     chosen = options.parse_args()
+    if chosen.page is not None:
+        with tempfile.TemporaryDirectory() as directory:
+            found = measured(chosen.steps, Path(directory))
+        write(chosen.page, found)
+        return
     layouts = chosen.layouts.split(",") if chosen.layouts else [*TABLE, *([COMPILED] if chosen.compiled else [])]
-    variants = chosen.variants.split(",") if chosen.variants else list(VARIANTS)
+    variants = chosen.variants.split(",") if chosen.variants else [one for one in VARIANTS if one not in PAGE]
     print("loss, norm: largest relative difference from one process; sent: bytes of a step in units of the parameters'")
     print(
         f"{'layout':19}{'variant':14}{'loss':>9}{'norm':>9}{'weights':>9}{'gather':>8}{'scatter':>8}{'reduce':>8}{'send':>8}{'held':>7}"

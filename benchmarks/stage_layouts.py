@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
-from layout_names import Layout, Variant
-from layout_rows import LENGTH, ROWS
+from layout_names import LENGTH, ROWS, Layout, Variant
 from onstep.config import ConfigContainer, apply_overrides
 from onstep.config.pipelines import layers_of_stages, stages_of_rank
 from tensor_layouts import held_of_rank
@@ -14,6 +14,10 @@ from tensor_layouts import held_of_rank
 LAYERS = 4
 """Of the model whose stages are divided."""
 _HIDDEN = 32
+_LAYER = re.compile(r"(?:model\.layers|transformer\.h|layers)\.(\d+)\.")
+_AT_THE_END = re.compile(r"(?:model\.norm|transformer\.ln_f|lm_head|final_norm|output)\.")
+_EMBEDDING = re.compile(r"(?:model\.embed_tokens|transformer\.wte|embedding)\.weight$")
+"""The names of parameters of Onstep's transformer and of models of transformers."""
 
 
 def own_names(layout: Layout, names: list[str]) -> list[str]:
@@ -24,9 +28,10 @@ def own_names(layout: Layout, names: list[str]) -> list[str]:
     has_last = len(stages) - 1 in own
 
     def is_own(name: str) -> bool:
-        if name.startswith("layers."):
-            return int(name.split(".")[1]) in layers
-        return has_last if name.startswith(("final_norm", "output")) else True
+        of_layer = _LAYER.match(name)
+        if of_layer is not None:
+            return int(of_layer[1]) in layers
+        return has_last if _AT_THE_END.match(name) else True
 
     return [name for name in names if is_own(name)]
 
@@ -71,9 +76,9 @@ def sent_in_stages(layout: Layout, variant: Variant, shapes: list[Any], names: l
     if layout.tensor_ranks > 1 or parallel.data_parallel_shard_size > 1 or variant.door == "pretrain":
         return found  # what tensors and shards send is in the rows without stages
     of_name, reduced = dict(zip(names, shapes, strict=True)), 0
-    is_tied = "model.share_embeddings_and_output_weights=true" in variant.keys
-    if is_tied and number - 1 not in own:
-        reduced += math.prod(of_name["embedding.weight"][0]) * width
+    is_tied = "model.share_embeddings_and_output_weights=true" in variant.keys or variant.model == "gpt2"
+    if (is_tied or variant.options.get("tie_word_embeddings")) and number - 1 not in own:
+        reduced += math.prod(next(of_name[name][0] for name in names if _EMBEDDING.match(name))) * width
     if "ddp.use_distributed_optimizer=true" in layout.keys:
         ranks = layout.data_ranks
         rows = [of_name[name] for name in own_names(layout, names) if of_name[name][1]]

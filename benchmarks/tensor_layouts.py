@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from layout_names import DIVIDED, IN_BF16, Layout, Variant
-from layout_rows import LENGTH, ROWS, VOCABULARY
+from layout_names import DIVIDED, IN_BF16, LENGTH, ROWS, VOCABULARY, Layout, Variant
 
 _COLUMNS = (
     *("embedding", "output", "query", "key", "value", "gate", "up"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -102,6 +103,27 @@ def sharded_modules(chunk: nn.Module) -> list[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in chunk.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def usable_shards(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Gather what chunks have outside of their blocks; afterwards all of them is in shards again. Collective.
+
+    Whatever calls parts of a chunk needs it: only a call of the whole gathers these parameters by itself.
+
+    Args:
+        chunks: model chunks, in shards or not.
+    """
+    roots = {id(chunk) for chunk in chunks}
+    sharded = list(dict.fromkeys(module for chunk in chunks for module in sharded_modules(chunk)))
+    for module in sharded:
+        if id(module) in roots:
+            module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:

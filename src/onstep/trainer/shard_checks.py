@@ -31,7 +31,7 @@ def check_shards(trainer: TrainerMethods, config: ConfigContainer) -> None:
     model = trainer.model
     sizes = config.parallel_sizes(world_size_from_environment())
     if sizes.pp > 1:
-        check_pipeline(trainer, sizes)
+        check_pipeline(trainer, config, sizes)
         if model is not None and trainer.stages is None:
             _check_optimizer(trainer, model, sizes.pp)
     if model is None or overrides(trainer, "_wrap_model"):

@@ -86,22 +86,28 @@ def _make_alike(chunks: Sequence[Any], world: World) -> None:
         dist.broadcast(value, world.part("pp")[0], group=world.group("pp"))
 
 
-def check_pipeline(trainer: Any, sizes: ParallelSizes) -> None:
+def check_pipeline(trainer: Any, config: ConfigContainer, sizes: ParallelSizes) -> None:
     """Refuse what the stages of a Trainer's model cannot do.
 
     Args:
         trainer: the Trainer, whose model might not exist yet.
+        config: the configuration of its run.
         sizes: the number of ranks along each axis, several along that of the pipeline.
 
     Raises:
         ConfigError: naming it.
     """
-    size = sizes.pp
-    if sizes.tp > 1 or sizes.dp_shard > 1:
-        raise ConfigError(
-            f"{_SIZE}={size} cannot be combined with parallel.tensor_model_parallel_size={sizes.tp} and "
-            f"parallel.data_parallel_shard_size={sizes.dp_shard} for a model of transformers; set both to 1."
-        )
+    size, shards = sizes.pp, config.parallel.data_parallel_shard_size
+    for divides, key, remedy in (
+        (sizes.tp > 1, f"parallel.tensor_model_parallel_size={sizes.tp}", "1"),
+        (sizes.dp_shard > 1 and shards != 1, f"parallel.data_parallel_shard_size={shards}", "1"),
+        (config.ddp.use_distributed_optimizer and sizes.data > 1, "ddp.use_distributed_optimizer=true", "false"),
+    ):
+        if divides:
+            raise ConfigError(
+                f"{key} cannot divide the stages of a model of transformers further ({_SIZE}={size}); set it to "
+                f"{remedy}, or the size to 1."
+            )
     found = next((name for name in _OVERRIDDEN if overrides(trainer, name)), None)
     if found is not None:
         raise ConfigError(

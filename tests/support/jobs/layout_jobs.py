@@ -26,8 +26,8 @@ from onstep.optim.sharded_muon import Float32Muon
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from layout_names import LAYOUTS, VARIANTS
-from layout_rows import ROWS, Rows, config_of, model_of, run_row
+from layout_names import LAYOUTS, ROWS, VARIANTS
+from layout_rows import Rows, config_of, model_of, run_row
 
 
 def job_rows(settings: dict[str, Any]) -> list[Any]:

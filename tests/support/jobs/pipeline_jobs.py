@@ -83,7 +83,8 @@ def _loss_in_the_step(data_iterator: Any, model: nn.Module) -> Any:
     """Computes the loss itself, so that only the end of the step on other stages keeps it from failing there."""
     batch = next(data_iterator)
     labels = batch["labels"]
-    logits = model(batch["tokens"])
+    found = model(batch["tokens"])
+    logits = found if isinstance(found, Tensor) else found.logits
     wide = logits if logits.dtype == torch.float64 else logits.float()
     loss = cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
     return loss, lambda loss: (loss, labels.ne(-100).sum(), {"seen": (labels.ne(-100).sum(), torch.tensor(1.0))})
@@ -153,11 +154,12 @@ def optimizer_of(model: list[nn.Module]) -> torch.optim.Optimizer:
 
 
 def divided(
-    config: ConfigContainer, ranks: int, *, dtype: str = "float32", seed: int = 0
+    config: ConfigContainer, ranks: int, *, dtype: str = "float32", seed: int = 0, bare: bool = False
 ) -> tuple[list[nn.Module], GlobalState, TrainLoader]:
-    """This rank's chunks of the model, on the layout of the configuration, and its rows."""
+    """This rank's chunks of the model, on the layout of the configuration, and its rows; bare is without ours."""
     world = open_world(config.dist, config.parallel_sizes(ranks))
-    whole: nn.Module = build_model(config.model, seed=seed)
+    whole: Any = build_model(config.model, seed=seed)
+    whole = whole.model if bare else whole
     chunks = [whole.to(getattr(torch, dtype))]
     if world.sizes.pp > 1:
         chunks = cut_into_stages(chunks, config, world)
@@ -180,7 +182,7 @@ def run_row(keys: list[str], options: dict[str, Any], steps: int) -> dict[str, A
     if "family" in options:
         config.model = family_of(options["family"], **options.get("changed", {}))
     dtype = options.get("dtype", "float32")
-    chunks, state, loader = divided(config, options.get("ranks", 1), dtype=dtype)
+    chunks, state, loader = divided(config, options.get("ranks", 1), dtype=dtype, bare=options.get("bare", False))
     curve, manager = Curve(), CallbackManager()
     manager.add(curve)
     if "traced" in options:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onstep.distributed.shards import usable_shards
 from onstep.errors import ConfigError
 from onstep.models.generation.context_window import ContextWindow, context_length
 from onstep.models.hf.causal_lm import CausalLM, inner_causal_lm
@@ -97,9 +98,9 @@ def generate(
 
     Runs in evaluation mode and restores the model's mode, also after an error. Torch's global RNG is neither read nor
     changed. Not collective: for a wrapped model (DDP, compiled) the inner module is called, so a single rank may call
-    this. But all ranks of a pipeline must, with a stage of theirs and the same arguments; they get the same tokens. The
-    model sees no more tokens than it was trained on (`context_length`): the window slides over a text that becomes
-    longer, whatever its positions are.
+    this. But all ranks that divide a model must, with the same arguments, those of a pipeline with a stage of theirs;
+    they get the same tokens. The model sees no more tokens than it was trained on (`context_length`): the window slides
+    over a text that becomes longer, whatever its positions are.
 
     Args:
         model: a `Transformer` or a `CausalLM`, or a wrapper of one; in a pipeline any stage of this rank.
@@ -161,7 +162,7 @@ def stream_tokens(
         generator.seed()
     else:
         generator.manual_seed(seed)
-    return _continue(inner, tokens, max_new_tokens, sampling, generator, eos_id)
+    return _continue(inner, model, tokens, max_new_tokens, sampling, generator, eos_id)
 
 
 def representative(model: Any) -> Any:
@@ -176,6 +177,7 @@ def inner_transformer(model: nn.Module) -> Transformer | None:
 
 def _continue(
     model: Transformer | CausalLM,
+    wrapper: nn.Module,
     tokens: Tensor,
     max_new_tokens: int,
     sampling: Sampling,
@@ -187,7 +189,8 @@ def _continue(
     text[:, :prompt_length] = tokens
     reader = _WindowReader(model, text) if isinstance(model, Transformer) else _CausalReader(model, text)
     has_ended = torch.zeros(batch, 1, dtype=torch.bool, device=tokens.device)
-    with preserve_modes(parts := _parts_of(model)):
+    parts = _parts_of(model)
+    with preserve_modes(parts), usable_shards([wrapper, *parts]):
         for part in parts:
             part.eval()
         for end in range(prompt_length, text.shape[1]):

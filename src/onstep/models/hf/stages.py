@@ -300,6 +300,22 @@ def scores_of_stages(pipeline: WholePipeline, tokens: Tensor, config: ModelConfi
     return pipeline.run(forward, (*tokens.shape, stage.hidden_size), scores)
 
 
+def empty_whole(stage: Any, dtype: torch.dtype) -> nn.Module:
+    """The whole model that a stage is of, on the CPU, for a caller that fills all its weights.
+
+    Args:
+        stage: a stage of a model of `transformers`, whose class is made from its configuration.
+        dtype: the type of its weights.
+    """
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.random.fork_rng(devices=[]):
+        whole: Any = type(stage)(stage.config).to(dtype)
+    whole.tie_weights()
+    made: nn.Module = whole
+    return made
+
+
 def release(whole: nn.Module, stages: Sequence[nn.Module]) -> None:
     """Free the weights of a model that are on other ranks: they stay as outlines.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from onstep.checkpoint import RngState
 from onstep.distributed.main_only import main_only
 from onstep.distributed.pipeline.seats import seat_of
 from onstep.distributed.pipeline.whole import pipeline_of
-from onstep.distributed.shards import is_sharded, sharded_modules
+from onstep.distributed.shards import is_sharded, usable_shards
 from onstep.errors import RankFailedError, named_text
 from onstep.events.context import unwrap
 from onstep.models.generation.generate import preserve_modes
@@ -65,24 +65,6 @@ def _parts_of(model: Any) -> list[nn.Module]:
 
 
 @contextmanager
-def _usable_shards(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Gather what a model sharded by `fully_shard` has outside of its blocks; afterwards all of it is sharded again.
-
-    A generation calls parts of the model, and only a call of the whole would gather these parameters.
-    """
-    sharded = [one for part in parts for one in sharded_modules(part)]
-    roots = {id(part) for part in parts}
-    for module in sharded:
-        if id(module) in roots:
-            module.unshard()
-    try:
-        yield
-    finally:
-        for module in sharded:
-            module.reshard()
-
-
-@contextmanager
 def preserve_state(model: Any) -> Iterator[None]:
     """Switch to evaluation mode without compiled forwards, and restore these and the random generators on exit.
 
@@ -100,7 +82,7 @@ def preserve_state(model: Any) -> Iterator[None]:
                 module.training = False
             for module, _ in compiled:
                 module._compiled_call_impl = None
-            with _usable_shards(parts):
+            with usable_shards(parts):
                 yield
     finally:
         for module, call in compiled:

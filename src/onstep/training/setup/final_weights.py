@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from onstep.analysis.reports.model_card import CARD_FILE, card_of_run
-from onstep.config import PeftConfig
+from onstep.config import ModelConfig, PeftConfig
 from onstep.distributed import World, attempt
 from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import is_in_shards, whole
@@ -22,6 +22,7 @@ from onstep.events.context import unwrap
 from onstep.files.durability import replace_durably
 from onstep.models import Transformer, hf_obstacle
 from onstep.models.hf.any_directory import LanguageModel, empty_model, save_directory
+from onstep.models.hf.stages import empty_whole
 from onstep.training.run import Run
 from onstep.training.runs.run_dir import RunDir
 from onstep.training.setup.lora import add_lora, has_hf_names, has_lora, merged_model, save_adapter
@@ -51,11 +52,11 @@ def _save_stages(state: Run, model: list[nn.Module]) -> None:
     write_final_weights(state, lambda directory: _save(state, module, directory) if module is not None else None, None)
 
 
-def whole_of_stages(model: list[nn.Module], world: World, peft: PeftConfig | None = None) -> LanguageModel | None:
+def whole_of_stages(model: list[nn.Module], world: World, peft: PeftConfig | None = None) -> Any:
     """The model whose stages are on the ranks of a pipeline, on the CPU of rank 0; None on others. Collective.
 
     Args:
-        model: the stages of this rank.
+        model: the stages of this rank, of a language model of Onstep or a model of `transformers`.
         world: the ranks of the run.
         peft: what has added weights to the model; None for nothing.
     """
@@ -63,7 +64,9 @@ def whole_of_stages(model: list[nn.Module], world: World, peft: PeftConfig | Non
     if values is None:
         return None
     stage: Any = unwrap(model[0])
-    module = empty_model(stage.config, next(iter(values.values())).dtype)
+    dtype = next(iter(values.values())).dtype
+    is_ours = isinstance(stage.config, ModelConfig)
+    module: Any = empty_model(stage.config, dtype) if is_ours else empty_whole(stage, dtype)
     if peft is not None and peft.peft_scheme is not None:
         add_lora(module, peft, seed=0)
     module.load_state_dict(values)

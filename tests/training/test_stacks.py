@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
+import threading
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,15 @@ from onstep import CallbackManager
 from onstep.distributed import beside_compute
 from onstep.errors import ConfigError
 from onstep.training.watchdog.rank_report import is_consequence
-from onstep.training.watchdog.stacks import StackDump, is_in_collective, place_of_error, waits_in_collective
+from onstep.training.watchdog.stacks import (
+    StackDump,
+    is_in_collective,
+    place_of,
+    place_of_error,
+    places_of,
+    stacks_of_threads,
+    waits_in_collective,
+)
 from tests.support.forked_processes import Processes
 
 
@@ -68,6 +78,30 @@ def test_the_file_of_a_process_that_was_killed_is_swept(
     second.close()
     first.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_thread_is_found_in_its_own_lines_without_objects_for_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch compiles what the thread runs, `f_back` of such an object may be freed memory."""
+    ends, waits = threading.Event(), threading.Event()
+
+    def träumt() -> None:
+        waits.set()
+        ends.wait()
+
+    thread = threading.Thread(target=träumt, name="dreamer")
+    thread.start()
+    waits.wait()
+    monkeypatch.delattr(sys, "_current_frames")
+    try:
+        assert place_of(places_of(thread.ident or 0)) == f"{__file__}:{träumt.__code__.co_firstlineno + 2} in träumt"
+        stacks = stacks_of_threads({threading.get_ident()})
+    finally:
+        ends.set()
+    assert "thread dreamer:\n" in stacks
+    assert "\n    ends.wait()\n" in stacks
+    assert "MainThread" not in stacks
+    thread.join()
+    assert places_of(thread.ident or 0) == []
 
 
 def test_a_rank_that_waits_below_torchs_dispatcher_is_in_a_collective() -> None:

@@ -107,9 +107,36 @@ def _stat(pid: int) -> list[str] | None:
 
 def places_of(thread: int) -> list[Place]:
     """The position of a thread, innermost frame first; empty for a thread that has ended."""
-    frame = sys._current_frames().get(thread)
-    frames = [] if frame is None else traceback.walk_stack(frame)
-    return [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in frames]
+    return _places_of_threads().get(thread, [])
+
+
+def _places_of_threads() -> dict[int, list[Place]]:
+    """The frames of all threads by thread, the main thread's first; innermost first, at most 100 of each.
+
+    As `faulthandler` reads them, without an object for any frame: `f_back` of a frame that torch has compiled leads to
+    freed memory once the frame has ended, which may be while another thread looks at it.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    blocks = re.findall(r"(?m)^(?:Current thread|Thread) (0x[0-9a-f]+)(.*\n(?:  .*\n)*)", text)
+    found = {int(thread, 16): _frames_in(block) for thread, block in blocks}
+    return dict(sorted(found.items(), key=lambda item: item[0] != threading.main_thread().ident))
+
+
+def _frames_in(block: str) -> list[Place]:
+    """The frames of a thread that `faulthandler` has written."""
+    found = re.findall(r'(?m)^  File "([^"\n]+)", line (\S+) in (.+)$', block)
+    return [
+        (_unescaped(name), int(line) if line.isdigit() else None, _unescaped(function))
+        for name, line, function in found
+    ]
+
+
+def _unescaped(text: str) -> str:
+    """A name, of which `faulthandler` writes ASCII as it is."""
+    return re.sub(r"\\(?:x..|u.{4}|U.{8})", lambda code: chr(int(code[0][2:], 16)), text)
 
 
 def place_of(places: list[Place]) -> str:
@@ -180,13 +207,15 @@ def is_in_debugger(places: list[Place]) -> bool:
 def stacks_of_threads(left_out: Collection[int]) -> str:
     """The stacks of all Python threads except `left_out`, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     return "\n".join(
-        f"thread {names.get(thread, thread)}:\n" + "".join(traceback.format_stack(frame))
-        for thread, frame in frames
+        f"thread {names.get(thread, thread)}:\n" + _formatted(places)
+        for thread, places in _places_of_threads().items()
         if thread not in left_out
     )
+
+
+def _formatted(places: list[Place]) -> str:
+    return "".join(traceback.format_list([traceback.FrameSummary(*one) for one in places[::-1]]))
 
 
 class StackDump:
@@ -295,9 +324,9 @@ def last_words(descriptor: int) -> LastWords:
 def place_of_crash(stacks: str) -> str:
     """The place of the main thread in stacks that `faulthandler` has written; "" if it is not among them."""
     for block in re.split(r"(?m)^(?=Current thread |Thread )", stacks):
-        found = re.findall(r'(?m)^  File "([^"\n]+)", line (\d+) in (\S+)', block)
+        found = _frames_in(block)
         if found and found[-1][2] != "_bootstrap":  # where the stack of any other thread begins
-            return place_of([(name, int(line), function) for name, line, function in found])
+            return place_of(found)
     return ""
 
 

@@ -25,7 +25,7 @@ LIMIT = 10.0
 def rank(
     number: int = 0, *, silence: float = 0.0, gone: bool = False, stopped: bool = False, **fields: Any
 ) -> RankReport:
-    fields = {"limit_seconds": LIMIT, **fields}
+    fields = {"limit_seconds": LIMIT, **fields, "collectives": {"all": fields.get("collectives", 0)}}
     return RankReport(number, silence=silence, is_gone=gone, is_stopped=stopped, **fields)
 
 
@@ -48,6 +48,20 @@ def test_a_waiting_rank_is_a_victim_of_the_one_that_has_not_arrived() -> None:
 
 def test_a_rank_that_waits_for_a_slow_one_is_left_waiting() -> None:
     assert diagnosis_of(rank(**WAITING), rank(idle_seconds=3.0, collectives=7)) is None
+
+
+def test_a_stage_that_waits_for_another_has_entered_fewer_collectives_and_is_a_victim() -> None:
+    waits = rank(idle_seconds=12.0, collectives=3, is_waiting=True)
+    assert diagnosis_of(waits, rank(idle_seconds=11.0, collectives=9)) == FailureDiagnosis("hung", 1)
+    assert diagnosis_of(waits, rank(idle_seconds=3.0, collectives=9)) is None
+    stopped = rank(idle_seconds=11.0, collectives=9, is_waiting=True, stopped=True)
+    assert diagnosis_of(waits, stopped) == FailureDiagnosis("hung", 1)
+
+
+def test_on_a_device_only_groups_that_ranks_share_are_compared() -> None:
+    first, second, ahead = ({"pp": 4, "tp of the first": 90}, {"pp": 4, "tp": 7}, {"pp": 4, "tp": 8})
+    ranks = [replace(rank(idle_seconds=12.0), collectives=one) for one in (first, second, ahead)]
+    assert diagnosis_of(*ranks, on_cuda=True) == FailureDiagnosis("hung", 1)
 
 
 def test_on_a_device_a_waiting_rank_may_stand_anywhere() -> None:

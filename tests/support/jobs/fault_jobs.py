@@ -7,18 +7,21 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from onstep import Callback, Trainer, TrainingArguments, pretrain
+from onstep.config import apply_overrides
 from onstep.events.manager import VALID_EVENTS
 from onstep.training.watchdog.exchange import RankExchange
 from tests.support.jobs.hanging_jobs import Model, Rows
 from tests.support.small_configs import small_pretrain_config
 
-HANGS = {"hang", "collective", "barrier"}
+HANGS = {"hang", "collective", "barrier", "stop"}
 """Faults that only the watchdog's limit ends."""
 
 
@@ -44,6 +47,8 @@ FAULTS: dict[str, Callable[[], object]] = {
     "os_exit0": lambda: os._exit(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "abort": os.abort,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "allocation": _raise(torch.OutOfMemoryError),
     "hang": lambda: time.sleep(10_000),
     "collective": lambda: dist.all_reduce(torch.ones(3)),
     "barrier": dist.barrier,
@@ -68,6 +73,7 @@ class Faulty(Callback):
             self.seen += 1
             if self.seen == self.settings.get("nth", 1) and is_suspect:
                 print(f"at {event}", flush=True)
+                Path(f"at-{event}").touch()
                 FAULTS[self.settings["fault"]]()
             elif self.seen == 1:
                 print(f"past {event}", flush=True)
@@ -90,6 +96,29 @@ for _name in VALID_EVENTS:
     setattr(Faulty, _name, _at(_name))
 
 
+class InPasses(Callback):
+    """Lets a callback fail in a `forward` or a `backward` pass of the second step; each linear layer counts."""
+
+    ranks = "all"
+
+    def __init__(self, faulty: Faulty) -> None:
+        self.faulty, self.is_second = faulty, False
+
+    def on_step_end(self, context: Any) -> None:
+        self.is_second = True
+
+    def on_train_start(self, context: Any) -> None:
+        for module in (module for chunk in context.model for module in chunk.modules()):
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(self.after_forward)
+
+    def after_forward(self, module: nn.Module, args: Any, result: Tensor) -> None:
+        if self.is_second:
+            self.faulty.come("forward")
+        if self.is_second and result.requires_grad:
+            result.register_hook(lambda gradient: self.faulty.come("backward"))
+
+
 def read_late(settings: dict[str, Any]) -> None:
     """Have the rank `reads_late`, once it has failed, take long for each look at what the others say."""
     if settings.get("reads_late") == int(os.environ.get("RANK", "0")):
@@ -104,13 +133,15 @@ def read_late(settings: dict[str, Any]) -> None:
 
 def job_pretrain(settings: dict[str, Any]) -> None:
     read_late(settings)
-    config = small_pretrain_config(settings["corpus"], settings["cache"])
+    config = small_pretrain_config(settings["corpus"], settings["cache"], layers=settings.get("layers", 1))
     config.run.name, config.run.output_dir = "run", "."
     config.train.train_iters, config.train.global_batch_size, config.train.micro_batch_size = 4, 12, 1
     config.validation.eval_interval, config.validation.eval_iters = 2, 2
     config.logger.log_interval, config.checkpoint.save_interval = 1, 2
     config.ft.watchdog_seconds = limit_of(settings)
-    pretrain(config, callbacks=[Faulty(settings)])
+    apply_overrides(config, settings.get("keys", []))
+    faulty = Faulty(settings)
+    pretrain(config, callbacks=[faulty, InPasses(faulty)])
 
 
 def job_trainer(settings: dict[str, Any]) -> None:

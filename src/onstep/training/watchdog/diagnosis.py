@@ -150,15 +150,16 @@ def _is_interrupted(one: RankReport) -> bool:
 def _diagnose_stalls(
     running: Mapping[int, RankReport], stopped_seconds: float | None, on_cuda: bool
 ) -> FailureDiagnosis | None:
-    """A rank that waits in a collective for one that has not arrived is a victim of that one, which may be slow.
+    """A rank that waits for others is a victim of one that does not, which may be slow.
 
-    Where all wait, nobody will arrive: the most likely cause is a collective in a callback, which others do not enter.
+    On CUDA a rank that waits may be anywhere: a victim is one that is not the furthest behind in a collective. Where
+    all wait, nobody will arrive: the most likely cause is a collective in a callback, which others do not enter.
     """
     running = {rank: one for rank, one in running.items() if not one.is_done}
     if not running or any(one.is_debugged for one in running.values()):
         return None
-    fewest, is_divided = min(one.collectives for one in running.values()), _is_divided(running.values())
-    all_wait = all(one.is_waiting for one in running.values())
+    behind, is_divided = _behind(running), _is_divided(running.values())
+    all_wait = all(one.is_waiting and not one.is_stopped for one in running.values())
     is_deadlock = all(one.is_in_collective for one in running.values())
     running = with_uneven(running) if all_wait else running
     is_uneven = any(one.is_alone_there for one in running.values())
@@ -171,11 +172,21 @@ def _diagnose_stalls(
             share = _DEADLOCK_IN_SETUP if one.limit_seconds is None else 0.0 if is_divided else _DEADLOCK
             limit = min(limit, max(_DEADLOCK_SECONDS, share * stopped_seconds))
         idle = min(other.idle for other in running.values()) if all_wait else one.idle
-        is_ahead = one.collectives > fewest and (one.is_waiting or on_cuda)
-        if limit is not None and idle >= limit and (all_wait or not is_ahead):
+        is_victim = behind[rank] < max(behind.values()) if on_cuda else one.is_waiting and not one.is_stopped
+        if limit is not None and idle >= limit and (all_wait or not is_victim):
             in_callback = all_wait and one.callback is not None
-            found.append((not one.is_alone_there, not in_callback, one.collectives, one.is_waiting, -one.idle, rank))
+            found.append((not one.is_alone_there, not in_callback, -behind[rank], one.is_waiting, -one.idle, rank))
     return FailureDiagnosis("hung", min(found)[-1]) if found else None
+
+
+def _behind(rank_reports: Mapping[int, RankReport]) -> dict[int, int]:
+    """By rank, how many collectives it has not entered that others of its groups have; ranks differ in their groups."""
+    most: dict[str, int] = {}
+    for one in rank_reports.values():
+        most |= {name: max(count, most.get(name, 0)) for name, count in one.collectives.items()}
+    return {
+        rank: sum(most[name] - count for name, count in one.collectives.items()) for rank, one in rank_reports.items()
+    }
 
 
 def _is_divided(running: Iterable[RankReport]) -> bool:

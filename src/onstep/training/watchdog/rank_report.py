@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -65,8 +65,8 @@ class RankReport:
     """Seconds without any progress."""
     limit_seconds: float | None = None
     """Seconds without progress after which the rank counts as hung; None if it is not watched."""
-    collectives: int = 0
-    """Number of collectives that the rank has entered, over all its process groups."""
+    collectives: dict[str, int] = field(default_factory=dict)
+    """Number of collectives that the rank has entered in each of its process groups, by the name of the group."""
     entered_in_callbacks: int = 0
     """Those among them that callbacks have entered in the set-up."""
     entered_by: str = ""
@@ -223,7 +223,7 @@ class RankObserver:
         Where only some ranks enter them, later ones do not match.
         """
         HEARTBEAT.step = self._state.train_state.step
-        count, before = _collectives(), HEARTBEAT.callback
+        count, before = sum(_collectives().values()), HEARTBEAT.callback
         if before is not None and count > self._entered_before:
             self._entered_in_callbacks += count - self._entered_before
             self._entered_by = f"callback '{before[1]}' entered a collective while handling '{before[0]}'"
@@ -278,7 +278,7 @@ class RankObserver:
             beats=beats,
             idle_seconds=idle,
             limit_seconds=limit,
-            collectives=_collectives() if self._has_peers else 0,
+            collectives=_collectives() if self._has_peers else {},
             entered_in_callbacks=self._entered_in_callbacks,
             entered_by=self._entered_by,
             is_waiting=self._has_peers and rank_stacks.waits_in_collective(places),
@@ -319,7 +319,10 @@ def is_consequence(error: BaseException) -> bool:
     return is_inside and any(word in text_of(error) for word in _LOST)
 
 
-def _collectives() -> int:
-    """Number of collectives that this rank has entered, over all its process groups."""
-    groups: Any = dist.distributed_c10d._world.pg_map
-    return sum(int(group._get_sequence_number_for_group()) for group in list(groups))
+def _collectives() -> dict[str, int]:
+    """Number of collectives that this rank has entered in each process group; with gloo, what stages send counts too.
+
+    Names of groups are the same on all ranks.
+    """
+    names: Any = dist.distributed_c10d._world.pg_names
+    return {name: int(group._get_sequence_number_for_group()) for group, name in list(names.items())}

@@ -327,6 +327,35 @@ def test_a_pipeline_is_evaluated_as_one_process_and_continues_there_and_back(
     assert (tmp_path / "runs" / "there" / "model" / "model.safetensors").is_file()
 
 
+def collected(processes: Processes, directory: Path, *rows: list[str], ranks: int) -> list[Any]:
+    settings = {"rows": [[*row, "train.micro_batch_size=1"] for row in rows], "ranks": ranks}
+    found: list[Any] = processes.results(JOBS, "collected", directory, settings, ranks=ranks)[-1]
+    return found
+
+
+def are_collected(found: list[Any], expected: list[Any]) -> None:
+    for (*others, loss, texts, _), (*known, known_loss, known_texts, _) in zip(found, expected, strict=True):
+        assert (others, texts) == (known, known_texts)
+        assert loss == pytest.approx(known_loss, rel=1e-6)
+
+
+def test_the_last_rank_collects_beside_losses_what_one_process_does(processes: Processes, tmp_path: Path) -> None:
+    """Also in a V, whose last stage is on the first rank; the last one has the tracker."""
+    found = collected(processes, tmp_path, row("1F1B")[0], row("ZBVZeroBubble")[0], ranks=2)
+    [one] = collected(processes, tmp_path, [], ranks=1)
+    assert len(one[0]) == 12
+    are_collected(found, [one, one])
+
+
+@pytest.mark.slow
+def test_the_last_rank_of_divided_stages_and_of_replicas_collects_it_too(processes: Processes, tmp_path: Path) -> None:
+    rows = [row(name, *keys)[0] for name in ("1F1B", "ZBVZeroBubble") for keys in (SEQUENCES, [])]
+    found = collected(processes, tmp_path, *rows, ranks=4)
+    [one] = collected(processes, tmp_path, [], ranks=1)
+    [half] = collected(processes, tmp_path, [], ranks=2)
+    are_collected(found, [one, half, one, half])
+
+
 CUT = [row("Interleaved1F1B", TWO), row("1F1B", *SEQUENCES, ranks=4), row("Interleaved1F1B", TWO, *SHARDS, ranks=4)]
 
 

@@ -15,14 +15,15 @@ from torch.nn.functional import cross_entropy
 from onstep import Callback, CallbackManager, pretrain
 from onstep.callbacks import EMA, ProfilerCallback
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides
-from onstep.data import TrainLoader
+from onstep.data import EvalLoader, TrainLoader
 from onstep.distributed import open_world
 from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import held_part
 from onstep.errors import CheckpointError, ReplicaMismatchError
 from onstep.events.context import unwrap
+from onstep.models import generate
 from onstep.models.hf.any_directory import build_model
-from onstep.training import GlobalState, train
+from onstep.training import GlobalState, evaluate, train
 from onstep.training.compute.step import LastStep
 from onstep.training.experts.experts import Experts
 from onstep.training.experts.moe_log import step_losses
@@ -206,6 +207,50 @@ def run_row(keys: list[str], options: dict[str, Any], steps: int) -> dict[str, A
 def job_rows(settings: dict[str, Any]) -> list[Any]:
     """The rows `[keys, options]`, one after the other."""
     return [run_row(keys, options, settings["steps"]) for keys, options in settings["rows"]]
+
+
+def _telling(data_iterator: Any, model: nn.Module) -> Any:
+    """Besides losses, the likeliest first tokens."""
+    batch = next(data_iterator)
+    logits, labels = model(batch["tokens"]), batch["labels"]
+
+    def told(logits: Tensor, non_loss_data: bool = False) -> Any:
+        if non_loss_data:
+            return logits[:, 0].argmax(-1).tolist()
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return loss, labels.ne(-100).sum(), {}
+
+    return logits, told
+
+
+def job_collected(settings: dict[str, Any]) -> list[Any]:
+    """For each row of keys: the loss of 31 rows, what is collected besides, and what a function of the user makes."""
+    return [_collected(keys, settings["ranks"]) for keys in settings["rows"]]
+
+
+def _collected(keys: list[str], ranks: int) -> list[Any]:
+    config = config_of(keys, 1)
+    chunks, state, _ = divided(config, ranks)
+    data, micro = state.world.data, config.train.micro_batch_size or 1
+    rows = torch.utils.data.Subset(Ragged(), range(31))
+    loader = EvalLoader(
+        rows,
+        micro_batch_size=micro,
+        num_microbatches=ROWS // micro // data.size,
+        rank=data.rank,
+        world_size=data.size,
+    )
+    prompt, found = torch.arange(1, 5)[None], []
+    for ways in (
+        {"process_non_loss_data_func": print},
+        {"non_loss_data_func": lambda model: generate(model[0], prompt, max_new_tokens=4, temperature=0).tolist()},
+    ):
+        given: dict[str, Any] = {"process_non_loss_data_func": None, "config": config.model, **ways}
+        means, collected, _ = evaluate(state, _telling, loader, chunks, **given)
+        assert means is not None
+        found += [collected, *(float(mean) for mean in means.values())]
+    state.world.close()
+    return found
 
 
 class Halts(Callback):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from onstep.config.pipelines import schedule_of
 from onstep.data import Batch, StepBatches
 from onstep.data.loaders.dead_workers import dead_workers_named
 from onstep.distributed import World, attempt, check_groups, check_loader, check_ranks, raise_together
@@ -291,7 +292,13 @@ def _collect_non_loss_data(
     if step is None:
         return []
     with torch.no_grad():
-        return [result for _, result in _results(state, forward_step_func, step, model, non_loss_data=True)]
+        collected = [result for _, result in _results(state, forward_step_func, step, model, non_loss_data=True)]
+    if is_staged(model) and schedule_of(state.cfg.parallel).chunks == "two":
+        # the last stage is on the first rank of a pipeline, and the last rank of all has the tracker
+        everywhere, data = state.world.gather(collected), state.world.data.rank
+        here = (of for rank, of in enumerate(everywhere) if of and state.world.sizes.data_rank(rank) == data)
+        return next(here, [])
+    return collected
 
 
 def _results(

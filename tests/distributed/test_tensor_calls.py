@@ -26,12 +26,16 @@ def test_each_call_gives_what_one_process_gives_on_both_ranks(
     processes: Processes, tmp_path: Path, keys: list[str]
 ) -> None:
     [one] = processes.results(JOBS, "calls", tmp_path / "one", {"keys": keys, "ranks": 1}, ranks=1)
+    assert one.pop("averaged") == []
     settings: dict[str, Any] = {"keys": [*keys, IN_TWO, SEQUENCES], "ranks": 2}
     for found in processes.results(JOBS, "calls", tmp_path / "two", settings, ranks=2):
         assert found.pop("refused") == (
             "parallel.sequence_parallel=true divides sequences between 2 ranks, but those of this batch have 7 "
             "positions; pad them to 8, or set it to false."
         )
+        summed, divided = found.pop("averaged")
+        assert "final_norm.weight.average_gradients_across_tp_domain is true, but each tensor-parallel rank" in summed
+        assert "layers.0.attention.query.weight" in divided
         for name, (result, gradients) in one.items():
             assert found[name][0] == pytest.approx(result, rel=1e-6), name
             assert found[name][1] == pytest.approx(gradients, rel=1e-6, abs=1e-9), name

@@ -206,8 +206,8 @@ def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world
         world: the ranks of the run.
 
     Raises:
-        ConfigError: for a module with parameters that the plan lacks, a parameter that is already divided, or one that
-            two modules share and divide differently.
+        ConfigError: for a module with parameters that the plan lacks, a parameter that is already divided, one that
+            two modules share and divide differently, or one whose gradient Megatron would average.
     """
     _check(chunk, plan)
     made: dict[int, tuple[nn.Parameter, list[Placement], str]] = {}
@@ -218,6 +218,7 @@ def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world
                 continue
             mesh, placements = _layout_of(own, part, ranks, world)
             full = f"{name}.{own}" if name else own
+            _check_average(parameter, full, placements, summed=part.sums(own))
             if id(parameter) not in made:
                 made[id(parameter)] = _divided(parameter, mesh, placements, world), placements, full
                 made[id(made[id(parameter)][0])] = made[id(parameter)]
@@ -293,6 +294,16 @@ def _check(chunk: nn.Module, plan: Mapping[str, Part]) -> None:
                     f"({type(module).__name__}), which has the parameter {own}, is divided; remove the module, or set "
                     f"the size to 1."
                 )
+
+
+def _check_average(parameter: nn.Parameter, name: str, placements: list[Placement], *, summed: bool) -> None:
+    """Refuse Megatron's flag where an average would not be the gradient of one process; of equal ones it is."""
+    if getattr(parameter, "average_gradients_across_tp_domain", False) and (summed or placements != [Replicate()]):
+        each = "summands of its gradient, which are added up" if summed else "the gradient of a part of it"
+        raise ConfigError(
+            f"{name}.average_gradients_across_tp_domain is true, but each tensor-parallel rank has {each}: their "
+            f"average would not be the gradient of one process; remove the attribute."
+        )
 
 
 def _layout_of(name: str, part: Part, ranks: TensorRanks, world: World) -> tuple[DeviceMesh, list[Placement]]:

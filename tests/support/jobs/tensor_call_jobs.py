@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.diloco.worker.parameters import Parameters
-from onstep.distributed import open_world
+from onstep.distributed import World, open_world
 from onstep.distributed.shards import held_part, whole
 from onstep.errors import ConfigError
 from onstep.metrics import estimate_training_memory
@@ -93,8 +93,22 @@ def job_calls(settings: dict[str, Any]) -> dict[str, Any]:
         model(tokens_of(7))
     except ConfigError as error:
         found["refused"] = str(error)
+    found["averaged"] = averaged_in_vain(config, world)
     world.close()
     return found
+
+
+def averaged_in_vain(config: ConfigContainer, world: World) -> list[str]:
+    """What is said of parameters of whose gradients Megatron would average those of the ranks."""
+    said = []
+    for name in ("final_norm.weight", "layers.0.attention.query.weight"):
+        model = build_transformer(config.model, seed=0)
+        model.get_parameter(name).average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        try:
+            place([model], world, config)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
 
 
 def job_memory(settings: dict[str, Any]) -> dict[str, list[int]]:

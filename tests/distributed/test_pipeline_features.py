@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,18 @@ def test_features_that_need_more_than_a_schedule_gives_are_refused_by_name(
 def test_all_ranks_generate_what_one_process_does(processes: Processes, tmp_path: Path) -> None:
     """Chosen and drawn tokens, beyond the window, with an end; in stages one after the other, interleaved, in a V."""
     dynamic = "model.rope_scaling={rope_type: dynamic, factor: 2.0}"
-    rows = [[ONE, *LEARNED], [TWO, dynamic], [V, TIED]]
-    check_generation(processes, tmp_path, rows, 2)
+    check_generation(processes, tmp_path, [[ONE, *LEARNED], [TWO, dynamic], [V, TIED]], 2)
+
+
+@pytest.mark.slow
+def test_stages_of_families_and_divided_ones_generate_what_one_process_does(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Those of transformers with the keys and values of their layers, some of them in a window."""
+    families = ("llama", "gpt2", "qwen3", "mistral", "gemma2", "mixtral")
+    check_generation(processes, tmp_path, [[TWO], [V]], 2, families=families)
+    divided = [[TWO, *TENSORS], [V, TIED, *TENSORS], [TWO, *SHARDS], [V, *SHARDS], [ONE]]
+    check_generation(processes, tmp_path, divided, 4, stages=2)
 
 
 @pytest.mark.slow
@@ -127,8 +138,17 @@ def test_three_ranks_generate_what_one_process_does(processes: Processes, tmp_pa
     check_generation(processes, tmp_path, [[ONE], [TWO], [V]], 3, "model.num_layers=6")
 
 
-def check_generation(processes: Processes, directory: Path, rows: list[list[str]], ranks: int, *keys: str) -> None:
-    own = [[f"parallel.pipeline_model_parallel_size={ranks}", *keys, *row] for row in rows]
+def check_generation(
+    processes: Processes,
+    directory: Path,
+    rows: list[list[str]],
+    ranks: int,
+    *keys: str,
+    stages: int | None = None,
+    families: Sequence[str | None] = (None,),
+) -> None:
+    size = f"parallel.pipeline_model_parallel_size={stages or ranks}"
+    own = [([size, *keys, *row], family) for family in families for row in rows]
     for found in processes.results(JOBS, "generation", directory, {"rows": own, "ranks": ranks}, ranks=ranks):
         assert [stages for stages, _ in found] == [whole for _, whole in found]
 
@@ -160,6 +180,15 @@ def test_divided_stages_train_what_one_process_does(processes: Processes, tmp_pa
 def test_three_ranks_drop_what_one_process_does(processes: Processes, tmp_path: Path) -> None:
     rows: list[Row] = [([*DROPOUT, *DOCUMENTS, FULL], ""), ([*DROPOUT, *TAIL], "")]
     check(processes, tmp_path, rows, 3, "parallel.pipeline_model_parallel_layout=[1,1,2]")
+
+
+@pytest.mark.slow
+def test_four_ranks_grow_and_end_their_steps_as_one_process(processes: Processes, tmp_path: Path) -> None:
+    """Steps of fewer micro-batches than the schedule requires: two at first, and the last one of an epoch."""
+    layers = "model.num_layers=8"
+    rows: list[Row] = [([layers, *RAMP_UP], ""), ([layers, *RAMP_UP, V], ""), ([layers, *TAIL], "")]
+    rows.append(([layers, *TAIL, TWO], ""))
+    check(processes, tmp_path, rows, 4)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
     processes: Processes, tmp_path: Path
 ) -> None:
     """Ragged labels with an empty micro-batch, tied embeddings, clipping, metrics of predictions, on all ranks."""
-    whole, _, rest, own, held, asking = trained(
+    whole, _, rest, own, held, asking, *others = trained(
         processes,
         tmp_path,
         {"directory": "whole", "best": True},
@@ -52,6 +52,8 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
         {"directory": "own", "overrides": True},
         {"directory": "held", "object": True},
         {"directory": "asking", "asks_again": True},
+        {"directory": "compiled", "arguments": {"torch_compile": True}},
+        {"directory": "generating", "arguments": {"predict_with_generate": True}},
         ranks=2,
     )
     assert "refused" not in whole, whole
@@ -59,7 +61,11 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
     assert "WithOwnLoss overrides compute_loss, which has a whole model" in own["refused"]
     assert held["refused"].startswith("the AdamW in optimizers has the whole parameters of LlamaForCausalLM")
     assert asking["refused"].startswith("LBFGS requires a closure")
-    assert [one["lost"] for one in (own, held, asking)] == [[], [], []], "a refusal leaves the user's model whole"
+    for one, name in zip(others, ("torch_compile", "predict_with_generate"), strict=True):
+        assert one["refused"].startswith(
+            f"{name} requires a whole model, which parallel.pipeline_model_parallel_size=2"
+        )
+    assert [one["lost"] for one in (own, held, asking, *others)] == [[]] * 5, "a refusal leaves the user's model whole"
     shutil.copytree(tmp_path / "part" / "checkpoint-2", tmp_path / "continued" / "checkpoint-2")
     one, continued = trained(
         processes,
@@ -95,6 +101,32 @@ def test_every_kind_of_schedule_trains_20_steps_and_reads_a_checkpoint_of_one_pr
         processes, tmp_path, {**rows[1], "directory": "continued", "parallel": INTERLEAVED, "resumes": True}, ranks=2
     )
     are_close(continued, expected[1], wider=10)
+
+
+UNTIED = {"tie_word_embeddings": False}
+FEATURES: list[dict[str, Any]] = [
+    {"directory": "recomputed", "arguments": {"gradient_checkpointing": True}},
+    {"directory": "frozen-first", "frozen": ["embed_tokens", "layers.0.", "layers.1."], "changed": UNTIED},
+    {"directory": "frozen-last", "frozen": ["layers.2.", "layers.3.", "norm", "lm_head"], "changed": UNTIED},
+    {"directory": "frozen-tied", "frozen": ["embed_tokens"]},
+    {"directory": "resized", "vocabulary": 72},
+    {"directory": "smoothed", "arguments": {"label_smoothing_factor": 0.1}},
+    {"directory": "lengths", "varied": True, "arguments": {"train_sampling_strategy": "sequential"}},
+    {"directory": "tail", "samples": 26, "arguments": {"max_steps": -1, "num_train_epochs": 1.0}},
+]
+"""The last step of an epoch has one micro-batch."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [INTERLEAVED, V], ids=["interleaved", "v"])
+def test_what_models_and_runs_have_is_trained_as_in_one_process(
+    processes: Processes, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    whole = trained(processes, tmp_path / "alone", *FEATURES, ranks=1)
+    rows = [{**one, "parallel": parallel} for one in FEATURES]
+    for row, found, one in zip(rows, trained(processes, tmp_path, *rows, ranks=2), whole, strict=True):
+        assert one.get("losses"), (row, one)
+        are_close(found, one)
 
 
 @pytest.mark.slow

@@ -119,9 +119,11 @@ def check_pipeline(trainer: Any, config: ConfigContainer, sizes: ParallelSizes) 
         ("fused_loss_factory", trainer.fused_loss_factory),
         ("use_liger_kernel", trainer.args.use_liger_kernel),
         ("enable_activation_checkpoint_fn", trainer.enable_activation_checkpoint_fn),
+        ("torch_compile", trainer.args.torch_compile),
+        ("predict_with_generate", getattr(trainer.args, "predict_with_generate", False)),
     ):
         if value:
-            raise ConfigError(f"{name} changes a whole model, which {_SIZE}={size} divides; leave it out.")
+            raise ConfigError(f"{name} requires a whole model, which {_SIZE}={size} divides; leave it out.")
     model = trainer.model
     if model is None:
         return

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from onstep import Trainer, TrainingArguments
+from onstep import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from onstep.callbacks import TextgenCallback
 from onstep.errors import ConfigError
 
 SIZES = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -17,16 +19,20 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embed
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """Rows of random tokens with labels of several lengths; of eight rows, two have none."""
+    """Rows of random tokens with labels of several lengths; of eight rows, two have none.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Unless they are alike, every two of them have another length.
+    """
+
+    def __init__(self, size: int, *, are_alike: bool = True) -> None:
+        self.size, self.are_alike = size, are_alike
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(67, (12,), generator=torch.Generator().manual_seed(index))
+        length = 12 if self.are_alike else 12 - index // 2 % 3
+        tokens = torch.randint(67, (length,), generator=torch.Generator().manual_seed(index))
         labels = tokens.clone()
         labels[0 if index % 8 > 5 else 3 + index % 8 :] = -100
         return {"input_ids": tokens, "labels": labels}
@@ -36,10 +42,10 @@ WITHOUT_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0
 """Of GPT-2."""
 
 
-def model_of(kind: str) -> Any:
-    more = WITHOUT_DROPOUT if kind == "gpt2" else {}
+def model_of(kind: str, **changed: Any) -> Any:
+    more = (WITHOUT_DROPOUT if kind == "gpt2" else {}) | changed
     config = AutoConfig.for_model(
-        kind, **SIZES, **HEADS, **more, bos_token_id=0, eos_token_id=0, tie_word_embeddings=True
+        kind, **{**SIZES, **HEADS, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True, **more}
     )
     return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
 
@@ -56,6 +62,59 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((logits.argmax(-1) == labels).mean()), "largest": float(logits.max())}
 
 
+class Letters:
+    """A tokenizer of letters."""
+
+    eos_id = 0
+
+    def encode_text(self, text: str) -> list[int]:
+        return [ord(letter) - 32 for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(32 + one) for one in ids)
+
+
+class Texts:
+    """What a TextgenCallback writes."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self.found.append(text)
+
+    def flush(self) -> None:
+        """All is there."""
+
+    def shared(self) -> list[str]:
+        """Those of rank 0, on all ranks."""
+        texts = [self.found]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(texts)
+        return texts[0]
+
+
+class Heard(TrainerCallback):
+    """Notes the events that a callback of transformers gets, with the step, what is due and the names of metrics."""
+
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+
+
+def _note(event: str) -> Callable[..., None]:
+    def on_event(self: Heard, args: Any, state: Any, control: Any, **given: Any) -> None:
+        due = [control.should_log, control.should_evaluate, control.should_save, control.should_training_stop]
+        names = sorted(given.get("logs") or given.get("metrics") or [])
+        assert given["model"] is not None
+        self.lines.append([event, state.global_step, due, names])
+
+    return on_event
+
+
+for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
+    setattr(Heard, _event, _note(_event))
+
+
 def own_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3)
 
@@ -67,7 +126,8 @@ def job_trainers(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _trained(one: dict[str, Any]) -> dict[str, Any]:
     ranks = one["ranks"]
-    arguments = TrainingArguments(
+    kind_of = Seq2SeqTrainingArguments if "predict_with_generate" in one.get("arguments", {}) else TrainingArguments
+    arguments = kind_of(
         output_dir=one["directory"],
         max_steps=one.get("steps", 4),
         per_device_train_batch_size=one.get("rows", 2),
@@ -88,10 +148,17 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
         disable_tqdm=True,
         parallelism_config={"pp_size": one.get("size", 2), "dp_replicate_size": -1} if ranks > 1 else None,
         config_overrides={"parallel": one["parallel"]} if ranks > 1 and "parallel" in one else None,
+        **one.get("arguments", {}),
     )
     torch.manual_seed(0)
     kind = WithOwnLoss if one.get("overrides") else Trainer
-    model = model_of(one.get("kind", "llama"))
+    kind = Seq2SeqTrainer if kind_of is Seq2SeqTrainingArguments else kind
+    model = model_of(one.get("kind", "llama"), **one.get("changed", {}))
+    if "vocabulary" in one:
+        model.resize_token_embeddings(one["vocabulary"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(frozen in name for frozen in one.get("frozen", [])))
+    heard, texts = Heard(), Texts()
     optimizer: Any = own_optimizer if one.get("factory") else None
     if one.get("asks_again"):
         optimizer = partial(torch.optim.LBFGS, lr=0.1)  # whose class is known once it is made
@@ -101,10 +168,12 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
         trainer = kind(
             model,
             arguments,
-            train_dataset=Rows(64),
+            train_dataset=Rows(one.get("samples", 64), are_alike=not one.get("varied")),
             eval_dataset=Rows(5),
             compute_metrics=accuracy,
             optimizers=(optimizer, None),
+            callbacks=[heard, TextgenCallback(texts, ["AB", "C"], {"do_sample": False}, max_new_tokens=4)],
+            processing_class=Letters(),
         )
         trainer.train(resume_from_checkpoint=one.get("resumes"))
     except ConfigError as error:
@@ -118,5 +187,6 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
         "evaluated": [evaluated[f"eval_{name}"] for name in ("loss", "accuracy", "largest")],
         "predicted": [float(predictions.mean()), *map(float, predictions.shape)],
     }
+    found |= {"heard": heard.lines, "texts": texts.shared()}
     trainer.save_model(one["directory"] + "/final")
     return found

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import signal
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ from onstep.config import apply_overrides
 from onstep.distributed import open_world
 from onstep.errors import ConfigError, OnstepError
 from onstep.models.generation.generate import generate
-from onstep.models.transformer import build_transformer
+from onstep.models.hf.any_directory import build_model
+from onstep.models.hf.stages_probe import keeps_states
+from onstep.training.compute.undisturbed import preserve_state
 from onstep.training.setup.model_and_data import cut_into_stages
-from tests.support.jobs.pipeline_jobs import VOCABULARY, Curve, Evaluated, config_of
+from onstep.training.setup.placement import place
+from tests.support.jobs.pipeline_jobs import VOCABULARY, Curve, Evaluated, config_of, family_of
 from tests.support.small_configs import small_pretrain_config
 
 
@@ -115,17 +118,22 @@ GENERATIONS: list[dict[str, Any]] = [
 
 def job_generation(settings: dict[str, Any]) -> list[Any]:
     """The tokens that each row's stages add, and the whole model."""
-    return [generated(keys, settings["ranks"]) for keys in settings["rows"]]
+    return [generated(keys, family, settings["ranks"]) for keys, family in settings["rows"]]
 
 
-def generated(keys: list[str], ranks: int) -> list[Any]:
+def generated(keys: list[str], family: str | None, ranks: int) -> list[Any]:
     config = config_of(keys, 1)
+    if family is not None:
+        window = {"sliding_window": 8} if family in ("mistral", "gemma2") else {}
+        config.model = family_of(family, **window)
+        assert keeps_states(config.model)
     world = open_world(config.dist, config.parallel_sizes(ranks))
-    whole = build_transformer(config.model, seed=0)
-    chunks = cut_into_stages([whole], config, world)
+    chunks = place(cut_into_stages([build_model(config.model, seed=0)], config, world), world, config)
+    whole = build_model(config.model, seed=0)
     prompts = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
     chunks[-1].train()
-    found = [generate(chunks[-1], prompts, **options).tolist() for options in GENERATIONS]
+    with preserve_state(chunks[-1]) if world.sizes.dp_shard > 1 else nullcontext():
+        found = [generate(chunks[-1], prompts, **options).tolist() for options in GENERATIONS]
     assert chunks[-1].training
     world.close()
     return [found, [generate(whole, prompts, **options).tolist() for options in GENERATIONS]]

@@ -11,17 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onstep.config import ModelConfig
+from onstep.distributed.pipeline.whole import pipeline_of
 from onstep.distributed.shards import usable_shards
 from onstep.errors import ConfigError
 from onstep.models.generation.context_window import ContextWindow, context_length
 from onstep.models.hf.causal_lm import CausalLM, inner_causal_lm
 from onstep.models.hf.stages import scores_of_stages
+from onstep.models.hf.stages_probe import keeps_states
 from onstep.models.layers.sequence_context import KeyValueCache
 from onstep.models.stages import TransformerStage
 from onstep.models.transformer import Transformer
 
 _WHOLE = 2**40
 """A probability of 1, in integers."""
+_MOST_POSITIONS = 2**31
+"""For a model that does not say how many it was trained on."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ def stream_tokens(
     Raises:
         ConfigError: as for `generate`, before the first token is asked for.
     """
-    inner = inner_transformer(model) or inner_causal_lm(model)
+    inner = inner_transformer(model) or inner_causal_lm(model) or _staged(model)
     if inner is None:
         raise ConfigError(
             f"generate requires an Onstep Transformer, got {type(model).__name__}; pass a Transformer or a wrapped one."
@@ -163,6 +168,18 @@ def stream_tokens(
     else:
         generator.manual_seed(seed)
     return _continue(inner, model, tokens, max_new_tokens, sampling, generator, eos_id)
+
+
+def _staged(stage: Any) -> CausalLM | None:
+    """The model of transformers that a module is a stage of, as it generates; None if it is none."""
+    pipeline = pipeline_of(stage)
+    if pipeline is None:
+        return None
+    positions = getattr(stage.config, "max_position_embeddings", None) or _MOST_POSITIONS
+    config = ModelConfig(hf_config=stage.config.to_dict(), vocab_size=stage.config.vocab_size, seq_length=positions)
+    whole: Any = CausalLM(config, stage)
+    whole.pipeline = pipeline
+    return whole  # type: ignore[no-any-return]
 
 
 def representative(model: Any) -> Any:
@@ -207,7 +224,7 @@ def _continue(
 
 def _parts_of(model: nn.Module) -> list[nn.Module]:
     """The model, or all stages that this rank has of it."""
-    pipeline = getattr(model, "pipeline", None)
+    pipeline = pipeline_of(model)
     return [model] if pipeline is None else pipeline.chunks
 
 
@@ -253,15 +270,18 @@ class _CausalReader:
         self._window = ContextWindow(context_length(model.config))
         self._known = 0
         """The tokens whose keys and values, or states, are in the cache."""
-        self._cache: dict[str, Any] = {}
+        self._cache: dict[Any, Any] = {}
+        self._keeps_states = pipeline_of(model) is None or keeps_states(model.config)
 
     def next_logits(self, end: int) -> Tensor:
         """The scores of token `end` (batch, vocab), given those before it that are in the window."""
         if self._window.include(end) or not self._cache:
             self._known, self._cache = self._window.start, {}
-        pipeline = getattr(self._model, "pipeline", None)
-        if pipeline is not None:  # without a cache, which each stage would have for its layers
-            return scores_of_stages(pipeline, self._text[:, self._window.start : end], self._model.config)
+        pipeline = pipeline_of(self._model)
+        if pipeline is not None:
+            start, caches = (self._known, self._cache) if self._keeps_states else (self._window.start, None)
+            self._known = end
+            return scores_of_stages(pipeline, self._text[:, start:end], self._model.config, caches)
         output = self._model.model(input_ids=self._text[:, self._known : end], use_cache=True, **self._cache)
         kept = {name: getattr(output, name, None) for name in ("past_key_values", "cache_params")}
         self._cache = {name: cache for name, cache in kept.items() if cache is not None}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onstep.config.suggestions import nearest
+from onstep.distributed.pipeline.whole import pipeline_of
 from onstep.errors import ConfigError, warn_once
 from onstep.models.generation.generate import Sampling, generate, inner_transformer
 from onstep.models.hf.causal_lm import inner_causal_lm
@@ -22,8 +23,9 @@ _OWN_NAMES = f"the built-in transformer's: {', '.join(_OWN_OPTIONS)}"
 
 
 def is_own(model: Any) -> bool:
-    """Whether `model` is or wraps a `Transformer` or `CausalLM` of Onstep."""
-    return isinstance(model, nn.Module) and (inner_transformer(model) is not None or inner_causal_lm(model) is not None)
+    """Whether `model` is or wraps a `Transformer` or `CausalLM` of Onstep, or is a stage of a pipeline."""
+    finders = (inner_transformer, inner_causal_lm, pipeline_of)
+    return isinstance(model, nn.Module) and any(find(model) is not None for find in finders)
 
 
 def can_generate(model: Any) -> bool:

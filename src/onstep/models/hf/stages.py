@@ -14,6 +14,7 @@ from onstep.config import ModelConfig
 from onstep.distributed.pipeline.seats import Computed, Seat
 from onstep.distributed.pipeline.whole import WholePipeline
 from onstep.errors import ConfigError
+from onstep.models.hf.causal_lm import CausalLM
 from onstep.models.layers.head_share import HeadShare
 from onstep.models.sizes import vocabulary_size
 
@@ -163,11 +164,15 @@ class _Elsewhere(nn.Module):
 class _Layer(_Elsewhere):
     """Hands on the hidden states; before the stage's own layers those of the stage before."""
 
-    def __init__(self, whole: nn.Module, received: _Input | None) -> None:
+    def __init__(self, whole: nn.Module, index: int, received: _Input | None) -> None:
         super().__init__(whole)
-        self._received = received
+        self._index, self._received = index, received
 
     def forward(self, hidden_states: Tensor, *args: object, **keywords: object) -> Tensor:
+        cache: Any = next((one for one in (*args, *keywords.values()) if getattr(one, "of_stage", False)), None)
+        if cache is not None:  # it tells by its first layer how many positions it has
+            seen = hidden_states.new_zeros(1, 1, hidden_states.shape[1], 1)
+            cache.update(seen, seen, self._index)
         return hidden_states if self._received is None else self._received.given
 
 
@@ -258,40 +263,66 @@ def _place_of(layer: nn.Module, index: int, seat: Seat, received: _Input) -> nn.
     """What is in the place of a layer of another stage."""
     if index == seat.layers.stop and not seat.is_last:
         return _End(layer)
-    return _Layer(layer, received if index == seat.layers.start - 1 and not seat.is_first else None)
+    return _Layer(layer, index, received if index == seat.layers.start - 1 and not seat.is_first else None)
 
 
-def called(stage: Any, received: Tensor | None, tokens: Tensor) -> Tensor:
-    """The hidden states that a stage of a `CausalLM` computes, or of the last one the logits.
+def new_cache(stage: Any) -> Any:
+    """An empty cache for the keys and values of the layers of a stage.
+
+    Args:
+        stage: a stage.
+    """
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache(config=_inner(stage).config)
+    cache.of_stage = True
+    return cache
+
+
+def _inner(stage: Any) -> Any:
+    """The model of transformers that a stage is, or has."""
+    return stage.model if isinstance(stage, CausalLM) else stage
+
+
+def called(stage: Any, received: Tensor | None, tokens: Tensor, cache: Any = None) -> Tensor:
+    """The hidden states that a stage computes, or of the last one the logits.
 
     Args:
         stage: a stage.
         received: what the stage before has computed; None for the first.
         tokens: (batch, seq), int64.
+        cache: of this stage, at earlier positions, to which these are appended; None for none.
     """
     stage.set_input_tensor(received)
     try:
-        output: Any = stage(tokens)
+        kept: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        output: Any = stage(tokens) if cache is None else _inner(stage)(input_ids=tokens, **kept)
     except Computed as computed:
         output = computed.output
     finally:
         stage.set_input_tensor(None)
-    found: Tensor = output
+    found: Tensor = output if isinstance(output, Tensor) else output.logits
     return found
 
 
 @torch.no_grad()
-def scores_of_stages(pipeline: WholePipeline, tokens: Tensor, config: ModelConfig) -> Tensor:
+def scores_of_stages(
+    pipeline: WholePipeline, tokens: Tensor, config: ModelConfig, caches: dict[nn.Module, Any] | None = None
+) -> Tensor:
     """The logits (batch, vocab) of the token after `tokens`, on all ranks. Collective over the pipeline.
 
     Args:
-        pipeline: the stages of a `CausalLM`.
+        pipeline: the stages of a model of transformers.
         tokens: (batch, seq), the same on all ranks.
         config: of the model.
+        caches: of the stages of this rank, at earlier positions, to which these are appended; empty at first, None
+            for none.
     """
 
     def forward(chunk: Any, received: Tensor | None) -> Tensor:
-        output = called(chunk, received, tokens)
+        if caches is not None and chunk not in caches:
+            caches[chunk] = new_cache(chunk)
+        output = called(chunk, received, tokens, None if caches is None else caches[chunk])
         return output[:, -1] if chunk.pipeline_seat.is_last else output
 
     stage: Any = pipeline.chunks[0]

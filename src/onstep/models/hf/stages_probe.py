@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onstep.config import ModelConfig
 from onstep.distributed.pipeline.seats import Seat
 from onstep.errors import ConfigError
 from onstep.models.hf.documents_probe import small_copy
 from onstep.models.hf.family_directory import one_line
-from onstep.models.hf.stages import called, cut, num_layers_of
+from onstep.models.hf.stages import called, cut, new_cache, num_layers_of
 
 _FAILURES = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError, NotImplementedError)
 
@@ -31,11 +36,10 @@ def check_stages(config: ModelConfig) -> None:
         except ConfigError:
             return
         tokens = torch.randint(1, 60, (2, 9))
-        number = num_layers_of(whole)
-        halves = [range(number // 2), range(number // 2, number)]
+        halves = _halves_of(whole)
         expected = whole.eval()(tokens)
         try:
-            found = _through(cut(whole, [Seat(place, 2, layers) for place, layers in enumerate(halves)]), tokens)
+            found = _through(cut(whole, halves), tokens)
         except _FAILURES as error:
             reason = one_line(error)
         else:
@@ -49,10 +53,40 @@ def check_stages(config: ModelConfig) -> None:
     )
 
 
-def _through(stages: list[nn.Module], tokens: torch.Tensor) -> torch.Tensor:
+def keeps_states(config: ModelConfig) -> bool:
+    """Whether the stages of a family can keep keys and values of earlier tokens: a small copy is tried, on the CPU.
+
+    Args:
+        config: the configuration, with `hf_config`.
+    """
+    return _keeps_states(json.dumps(config.hf_config, sort_keys=True, default=str), config.vocab_size)
+
+
+@lru_cache(maxsize=8)
+def _keeps_states(hf_config: str, vocab_size: int | None) -> bool:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            whole = small_copy(ModelConfig(hf_config=json.loads(hf_config), vocab_size=vocab_size))
+            tokens = torch.randint(1, 60, (2, 16))
+            stages = cut(whole.eval(), _halves_of(whole))
+            caches = [new_cache(stage) for stage in stages]
+            found = [_through(stages, part, caches) for part in tokens.split((9, 1, 6), dim=1)]
+        except (ConfigError, *_FAILURES):
+            return False
+        return torch.allclose(torch.cat(found, 1), whole(tokens), rtol=1e-4, atol=1e-5)
+
+
+def _halves_of(whole: nn.Module) -> list[Seat]:
+    number = num_layers_of(whole)
+    halves = [range(number // 2), range(number // 2, number)]
+    return [Seat(place, 2, layers) for place, layers in enumerate(halves)]
+
+
+def _through(stages: list[nn.Module], tokens: Tensor, caches: Sequence[Any] = (None, None)) -> Tensor:
     """What the last stage returns."""
     hidden = None
-    for stage in stages:
-        hidden = called(stage, hidden, tokens)
+    for stage, cache in zip(stages, caches, strict=True):
+        hidden = called(stage, hidden, tokens, cache)
     assert hidden is not None
     return hidden

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from onstep.analysis.logs.samples_log import FILE_NAME
 from onstep.checkpoint import decode_state, encode_state
-from onstep.record import read_records
+from onstep.record import read_records, without_wall_clock
 from tests.support.contract.every_callback import discovered, make
 from tests.support.forked_processes import Processes
 from tests.support.whole_runs import Ranks, check_same
@@ -156,19 +157,66 @@ def test_so_do_all_together_on_two_ranks(ranks: Ranks, plain: dict[int, dict[str
     check_resumed(ranks, names, (6,), expected, "all", ranks_of_run=2)
 
 
+LAYERS = "model.num_layers=4"
+DIVIDED = {
+    "interleaved": ["parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2"],
+    "v": ["parallel.pipeline_model_parallel_size=2", "parallel.pipeline_schedule=ZBVZeroBubble"],
+    "tensors": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", DIVIDED)
+def test_all_together_say_of_a_divided_model_what_they_say_of_a_whole_one(layout: str, ranks: Ranks) -> None:
+    """Metrics, norms and texts; and killed and resumed they end as if nothing had happened."""
+    names, words = list(TOGETHER), [LAYERS, *DIVIDED[layout]]
+    one = ranks.finish(f"of-one-{layout}", "run", ranks=1, names=names, words=[LAYERS])
+    found = ranks.finish(f"in-{layout}", "run", ranks=2, names=names, words=words)
+    assert found["journal"] == close(one["journal"])
+    here, there = (ranks.directory / name / "runs" / "run" for name in (f"in-{layout}", f"of-one-{layout}"))
+    for file in ("gradient_norms.json", "parameter_norms.json"):
+        written, expected = ([without_wall_clock(line) for line in read_records(run / file)] for run in (here, there))
+        assert expected
+        assert written == close(expected), file
+    assert texts_in(here) == texts_in(there) != []
+    check_resumed(ranks, names, (6,), found, f"in-{layout}", ranks_of_run=2, words=words)
+
+
+def texts_in(run: Path) -> list[Any]:
+    lines = map(json.loads, (run / FILE_NAME).read_text().splitlines())
+    return [[line["step"], line["prompt"], line["text"]] for line in lines]
+
+
+def close(value: Any) -> Any:
+    """The same with room for rounding in each float."""
+    if isinstance(value, dict):
+        return {key: close(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [close(one) for one in value]
+    return pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
+
+
 def check_learned(found: dict[str, Any], plain: dict[str, Any], name: str) -> None:
     assert found["weights"] == plain["weights"], f"{name} changes what is learned"
     assert found["files"] == plain["files"], f"{name} changes the random state"
 
 
 def check_resumed(
-    ranks: Ranks, names: list[str], kills: tuple[int, ...], expected: dict[str, Any], whole: str, *, ranks_of_run: int
+    ranks: Ranks,
+    names: list[str],
+    kills: tuple[int, ...],
+    expected: dict[str, Any],
+    whole: str,
+    *,
+    ranks_of_run: int,
+    **settings: Any,
 ) -> None:
     """Check that a run that is killed at these steps ends as the one called `whole`."""
     killed = f"{whole}-killed"
     for step in kills:
-        assert -9 in ranks.start(killed, "run", ranks=ranks_of_run, names=names, dies_at=step)
-    check_same(ranks.finish(killed, "run", ranks=ranks_of_run, names=names), expected)
+        assert -9 in ranks.start(killed, "run", ranks=ranks_of_run, names=names, dies_at=step, **settings)
+    check_same(ranks.finish(killed, "run", ranks=ranks_of_run, names=names, **settings), expected)
     found, states = calls(ranks, killed), calls(ranks, whole)
     for name in found.keys() - set(WALL_CLOCK_STATES):
         assert without_paths(found[name], killed) == without_paths(states[name], whole), name

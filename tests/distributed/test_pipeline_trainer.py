@@ -26,10 +26,19 @@ def trained(processes: Processes, place: Path, *trainers: dict[str, Any], ranks:
     return found
 
 
+FIGURES = ("losses", "norms", "evaluated", "predicted")
+
+
+def figures(found: dict[str, Any]) -> dict[str, Any]:
+    """Without what a part of a run does not have: the events and texts of another."""
+    return {name: found[name] for name in FIGURES}
+
+
 def are_close(found: dict[str, Any], expected: dict[str, Any], wider: float = 1.0) -> None:
     """In float32, another order of sums grows from step to step: `wider` is for many of them, but not for losses."""
     for name, values in expected.items():
-        assert found[name] == pytest.approx(values, rel=1e-5 * (1.0 if name == "losses" else wider)), name
+        bound = 1e-5 * (1.0 if name == "losses" else wider)
+        assert found[name] == (pytest.approx(values, rel=bound) if name in FIGURES else values), name
 
 
 def logits_of(directory: Path) -> torch.Tensor:
@@ -57,14 +66,12 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
         ranks=2,
     )
     assert "refused" not in whole, whole
-    assert rest == whole
+    assert figures(rest) == figures(whole)
     assert "WithOwnLoss overrides compute_loss, which has a whole model" in own["refused"]
     assert held["refused"].startswith("the AdamW in optimizers has the whole parameters of LlamaForCausalLM")
     assert asking["refused"].startswith("LBFGS requires a closure")
     for one, name in zip(others, ("torch_compile", "predict_with_generate"), strict=True):
-        assert one["refused"].startswith(
-            f"{name} requires a whole model, which parallel.pipeline_model_parallel_size=2"
-        )
+        assert one["refused"].startswith(f"{name} requires a whole model, which parallelism_config['pp_size']=2 ")
     assert [one["lost"] for one in (own, held, asking, *others)] == [[]] * 5, "a refusal leaves the user's model whole"
     shutil.copytree(tmp_path / "part" / "checkpoint-2", tmp_path / "continued" / "checkpoint-2")
     one, continued = trained(
@@ -75,7 +82,7 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
         ranks=1,
     )
     are_close(one, whole)
-    are_close(continued, whole)
+    are_close(continued, figures(whole))
     assert float((logits_of(tmp_path / "whole" / "final") - logits_of(tmp_path / "one" / "final")).abs().max()) < 1e-4
 
 
@@ -100,7 +107,7 @@ def test_every_kind_of_schedule_trains_20_steps_and_reads_a_checkpoint_of_one_pr
     [continued] = trained(
         processes, tmp_path, {**rows[1], "directory": "continued", "parallel": INTERLEAVED, "resumes": True}, ranks=2
     )
-    are_close(continued, expected[1], wider=10)
+    are_close(continued, figures(expected[1]), wider=10)
 
 
 UNTIED = {"tie_word_embeddings": False}
@@ -112,7 +119,7 @@ FEATURES: list[dict[str, Any]] = [
     {"directory": "resized", "vocabulary": 72},
     {"directory": "smoothed", "arguments": {"label_smoothing_factor": 0.1}},
     {"directory": "lengths", "varied": True, "arguments": {"train_sampling_strategy": "sequential"}},
-    {"directory": "tail", "samples": 26, "arguments": {"max_steps": -1, "num_train_epochs": 1.0}},
+    {"directory": "tail", "samples": 26, "arguments": {"num_train_epochs": 1.0}},
 ]
 """The last step of an epoch has one micro-batch."""
 

@@ -104,7 +104,8 @@ class Heard(TrainerCallback):
 def _note(event: str) -> Callable[..., None]:
     def on_event(self: Heard, args: Any, state: Any, control: Any, **given: Any) -> None:
         due = [control.should_log, control.should_evaluate, control.should_save, control.should_training_stop]
-        names = sorted(given.get("logs") or given.get("metrics") or [])
+        told = given.get("logs") or given.get("metrics") or {}
+        names = sorted(name for name in told if name != "tok_per_sec")  # which rank 0 alone has
         assert given["model"] is not None
         self.lines.append([event, state.global_step, due, names])
 
@@ -126,10 +127,11 @@ def job_trainers(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _trained(one: dict[str, Any]) -> dict[str, Any]:
     ranks = one["ranks"]
-    kind_of = Seq2SeqTrainingArguments if "predict_with_generate" in one.get("arguments", {}) else TrainingArguments
+    more = one.get("arguments", {})
+    kind_of = Seq2SeqTrainingArguments if "predict_with_generate" in more else TrainingArguments
     arguments = kind_of(
         output_dir=one["directory"],
-        max_steps=one.get("steps", 4),
+        max_steps=-1 if "num_train_epochs" in more else one.get("steps", 4),
         per_device_train_batch_size=one.get("rows", 2),
         gradient_accumulation_steps=4,
         per_device_eval_batch_size=2,
@@ -148,7 +150,7 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
         disable_tqdm=True,
         parallelism_config={"pp_size": one.get("size", 2), "dp_replicate_size": -1} if ranks > 1 else None,
         config_overrides={"parallel": one["parallel"]} if ranks > 1 and "parallel" in one else None,
-        **one.get("arguments", {}),
+        **more,
     )
     torch.manual_seed(0)
     kind = WithOwnLoss if one.get("overrides") else Trainer

@@ -240,7 +240,8 @@ def _collected(keys: list[str], ranks: int) -> list[Any]:
         rank=data.rank,
         world_size=data.size,
     )
-    prompt, found = torch.arange(1, 5)[None], []
+    prompt = torch.arange(1, 5)[None]
+    found: list[Any] = []
     for ways in (
         {"process_non_loss_data_func": print},
         {"non_loss_data_func": lambda model: generate(model[0], prompt, max_new_tokens=4, temperature=0).tolist()},

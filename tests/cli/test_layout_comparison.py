@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from onstep.cli.layout_comparison import (
-    Layout,
     bound_words,
     common_words,
     hint,
@@ -19,26 +18,63 @@ from onstep.cli.layout_comparison import (
 )
 from onstep.cli.main import main
 from onstep.cli.user_job import UserJob
-from onstep.config import ConfigContainer
+from onstep.config import ConfigContainer, apply_overrides
+from onstep.config.parallel_sizes import ParallelSizes
+from onstep.config.pipelines import schedule_of
+from onstep.config.sections.parallel import ParallelConfig
 from onstep.errors import ConfigError
 
-PAIR = (Layout("one"), Layout("ddp2", replicas=2))
+PAIR = (layout_of("one"), layout_of("ddp2"))
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("one", (1, 1)), ("ddp4", (4, 1)), ("fsdp2", (1, 2)), ("hsdp2x3", (2, 3)), ("hsdp1x4", (1, 4))]
+    ("name", "sizes"),
+    [
+        ("one", {}),
+        ("ddp4", {"dp_replicate": 4}),
+        ("fsdp2", {"dp_shard": 2}),
+        ("hsdp2x3", {"dp_replicate": 2, "dp_shard": 3}),
+        ("hsdp1x4", {"dp_shard": 4}),
+        ("distopt2 x tp2", {"dp_replicate": 2, "tp": 2}),
+        ("hsdp2x2 x tp2 sp x pp2 interleaved", {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "pp": 2}),
+        ("pp4 x ddp2", {"dp_replicate": 2, "pp": 4}),
+    ],
 )
-def test_a_layout_is_known_by_its_name(name: str, sizes: tuple[int, int]) -> None:
-    found = layout_of(name)
-    assert (found.replicas, found.shards) == sizes
-    assert found.ranks == sizes[0] * sizes[1]
+def test_a_layout_is_known_by_its_name(name: str, sizes: dict[str, int]) -> None:
+    assert layout_of(name).sizes == ParallelSizes(**sizes)
 
 
-@pytest.mark.parametrize("name", ["two", "ddp", "ddp0", "fsdp2x2", "hsdp4", "tp2", "fsdp-1", ""])
-def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"must be two of one, ddpN, fsdpN and hsdpRxS \(R replicas of S shards\), got"
-    ):
+def test_a_name_sets_every_key_of_a_layout() -> None:
+    """And a layout of the job's own is gone, so that it can be compared with another."""
+    config = ConfigContainer()
+    apply_overrides(config, layout_of("distopt2 x tp2 sp x pp2 interleaved").words)
+    parallel = config.parallel
+    assert config.parallel_sizes(8) == ParallelSizes(dp_shard=2, tp=2, pp=2), "updates are divided as shards are"
+    assert parallel.sequence_parallel
+    assert config.ddp.use_distributed_optimizer
+    assert (schedule_of(parallel).name, parallel.virtual_pipeline_model_parallel_size) == ("Interleaved1F1B", 2)
+    apply_overrides(config, layout_of("pp2 zbv").words)
+    assert schedule_of(parallel).name == "ZBVZeroBubble"
+    parallel.pipeline_model_parallel_layout = [3, 1]
+    config.ddp.overlap_param_gather = True
+    apply_overrides(config, layout_of("one").words)
+    assert parallel == ParallelConfig(data_parallel_replicate_size=1)
+    assert not config.ddp.use_distributed_optimizer
+    assert not config.ddp.overlap_param_gather
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, "each of --layouts must be one, ddpN, fsdpN, hsdpRxS") for name in ["two", "ddp", "ddp0", "fsdp2x2"]),
+        *((name, f"got '{name}'") for name in ["hsdp4", "fsdp-1", "", "tp2 x", "tp2 sq", "one x tp2", "fsdp2 sp"]),
+        ("ddp2 x fsdp2", "has two parts of one axis in 'ddp2 x fsdp2'; drop 'fsdp2'"),
+        ("tp2 x pp2 x tp2", "drop 'tp2'"),
+        ("pp2 ZBW", "a schedule in --layouts must be one of GPipe, 1F1B, .*, got 'ZBW'"),
+    ],
+)
+def test_other_names_are_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         layout_of(name)
 
 
@@ -94,6 +130,8 @@ def test_both_layouts_have_the_same_samples_in_a_step() -> None:
     config.train.micro_batch_size = 3
     layouts = [layout_of("ddp2"), layout_of("fsdp3")]
     assert "train.global_batch_size=18" in common_words(config, layouts)
+    assert "train.global_batch_size=36" in common_words(config, [layouts[1], layout_of("pp4"), layout_of("tp3")])
+    assert "train.global_batch_size=24" in common_words(config, [layout_of("ddp2 x pp2 DualPipeV"), layout_of("one")])
     config.train.global_batch_size = 12
     assert common_words(config, layouts) == ("logger.log_interval=1",)
 
@@ -106,12 +144,14 @@ def test_the_tolerance_is_that_of_the_precision_and_dropout_is_hinted_at() -> No
     config.model.hidden_dropout = 0.1
     assert "compare with model.hidden_dropout=0." in hint(config, PAIR)
     assert "dropout" not in hint(config, [layout_of("ddp2"), layout_of("fsdp2")])
+    assert "dropout" not in hint(config, [layout_of("one"), layout_of("tp2 sp x pp2")])
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--layouts", "one", "tp2"], "--layouts must be two of one, ddpN, fsdpN and hsdpRxS"),
+        (["--layouts", "one", "cp2"], "each of --layouts must be one, ddpN, fsdpN, hsdpRxS"),
+        (["--layouts", "one", "pp3", "model.num_layers=4"], "model.num_layers=4 cannot be divided into 3 equal stages"),
         (["--layouts", "one", "ddp2", "--ranks", "2"], "--ranks is not for --layouts"),
         (["--layouts", "one", "fsdp2", "fsdp.reshard_after_forward=3"], "fsdp.reshard_after_forward=3 must divide"),
     ],
@@ -142,10 +182,13 @@ def test_a_long_job_is_compared_over_its_first_steps(
     assert bool(bound) == ("Comparing the first 20 steps" in capsys.readouterr().out)
 
 
+OF_MODELS = [("one", "tp2 sp"), ("pp2 interleaved", "tp2 x pp2 ZBV"), ("distopt2 x tp2", "fsdp2 x tp2 sp x pp2")]
+
+
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.distributed
-@pytest.mark.parametrize("layouts", [("one", "ddp2"), ("ddp2", "fsdp2"), ("one", "hsdp2x2")])
+@pytest.mark.parametrize("layouts", [("one", "ddp2"), ("ddp2", "fsdp2"), ("one", "hsdp2x2"), *OF_MODELS])
 def test_layouts_train_alike(
     tmp_path: Path,
     corpus: Path,
@@ -156,7 +199,7 @@ def test_layouts_train_alike(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     job: list[Any] = [f"dataset.paths=[{corpus / 'colorsys.py'}]", "dataset.cache_dir=cache", "dist.device=cpu"]
-    job += ["dataset.seq_length=32", "model.seq_length=32", "model.num_layers=2", "model.hidden_size=16"]
+    job += ["dataset.seq_length=32", "model.seq_length=32", "model.num_layers=4", "model.hidden_size=16"]
     job += ["model.num_attention_heads=2", "train.global_batch_size=4", "train.train_iters=4"]
     assert main(["verify-resume", *job, "--layouts", *layouts]) == 0
     assert "Equal within the tolerance" in capsys.readouterr().out

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from onstep.cli.user_job import UserJob
 from onstep.config import ConfigContainer
-from onstep.config.suggestions import shown
+from onstep.config.parallel_sizes import ParallelSizes
+from onstep.config.pipelines import SCHEDULES, Schedule
+from onstep.config.suggestions import nearest, shown
 from onstep.errors import ConfigError
 
 COMPARED = {"loss": "loss", "grad_norm": "gradient norm"}
@@ -23,55 +25,117 @@ _TOLERANCE, _LOW_TOLERANCE = 1e-5, 2e-2
 _DROPOUT = ("hidden_dropout", "attention_dropout")
 
 
+ONE = ParallelSizes()
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a job is laid out over ranks."""
 
     name: str
-    replicas: int = 1
-    shards: int = 1
+    sizes: ParallelSizes = ONE
+    schedule: str | None = None
+    """That of a pipeline; 1F1B by default."""
+    divides_sequences: bool = False
+    """Whether it is sequence-parallel."""
+    divides_updates: bool = False
+    """Whether the distributed optimizer divides the updates between replicas."""
 
     @property
     def ranks(self) -> int:
         """The number of processes."""
-        return self.replicas * self.shards
+        return self.sizes.ranks
 
     @property
     def words(self) -> tuple[str, ...]:
         """The overrides of the job for it."""
-        return (
-            f"parallel.data_parallel_replicate_size={self.replicas}",
-            f"parallel.data_parallel_shard_size={self.shards}",
-        )
+        schedule = self._schedule
+        stages = {"one": "null", "several": "2", "two": "null"}[schedule.chunks]
+        divided = str(self.divides_updates).lower()
+        words = [
+            f"parallel.data_parallel_replicate_size={self.sizes.dp_replicate}",
+            f"parallel.data_parallel_shard_size={self.sizes.dp_shard}",
+            f"parallel.tensor_model_parallel_size={self.sizes.tp}",
+            f"parallel.sequence_parallel={str(self.divides_sequences).lower()}",
+            f"parallel.pipeline_model_parallel_size={self.sizes.pp}",
+            f"parallel.virtual_pipeline_model_parallel_size={stages}",
+            f"parallel.pipeline_schedule={'null' if self.sizes.pp == 1 else schedule.name}",
+            f"ddp.use_distributed_optimizer={divided}",
+            f"optimizer.use_distributed_optimizer={divided}",
+        ]
+        if self.sizes.pp == 1:
+            words.append("parallel.pipeline_model_parallel_layout=null")
+        if not self.divides_updates:
+            words += [f"{section}.overlap_param_gather=false" for section in ("ddp", "optimizer")]
+        return tuple(words)
+
+    @property
+    def shares(self) -> int:
+        """The micro-batches of a step must be a multiple of this: some for each rank with samples of its own."""
+        return self.sizes.data * (max(self.sizes.pp, self._schedule.least(self.sizes.pp)) if self.sizes.pp > 1 else 1)
+
+    @property
+    def _schedule(self) -> Schedule:
+        return SCHEDULES[self.schedule or "1F1B"]
 
     def __str__(self) -> str:
         return f"{self.name} ({self.ranks} rank{'s' * (self.ranks > 1)})"
 
 
+_SHORT = {"interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+"""Schedules as the documentation calls them, beside their full names."""
+_PART = re.compile(r"(ddp|fsdp|distopt|tp|pp)([1-9]\d{0,4})(?: (\w+))?|hsdp([1-9]\d{0,4})x([1-9]\d{0,4})")
+_AXES = {"ddp": "dp_replicate", "distopt": "dp_replicate", "fsdp": "dp_shard", "tp": "tp", "pp": "pp"}
+_RULE = (
+    "each of --layouts must be one, ddpN, fsdpN, hsdpRxS (R replicas of S shards), distoptN, tpN, 'tpN sp' "
+    "(sequence-parallel), ppN, 'ppN SCHEDULE', or several of different axes, as in 'fsdp2 x tp2 sp x pp2 interleaved'"
+)
+
+
 def layout_of(name: str) -> Layout:
-    """The layout of a name: `one`, `ddp2`, `fsdp2`, or `hsdp2x2` for two replicas of two shards.
+    """The layout of a name: `one`, or parts such as `fsdp2`, `hsdp2x2`, `tp2 sp` and `pp2 ZBV`, joined by ` x `.
 
     Raises:
         ConfigError: for another name.
     """
-    if name == "one":
-        return Layout(name)
-    found = re.fullmatch(r"(ddp|fsdp)([1-9]\d{0,4})|hsdp([1-9]\d{0,4})x([1-9]\d{0,4})", name)
+    layout = Layout(name)
+    for part in name.split(" x ") if name != "one" else ():
+        layout = _with_part(layout, part)
+    return layout
+
+
+def _with_part(layout: Layout, part: str) -> Layout:
+    found = _PART.fullmatch(part)
     if found is None:
-        raise ConfigError(
-            f"--layouts must be two of one, ddpN, fsdpN and hsdpRxS (R replicas of S shards), got {shown(name)}."
-        )
-    kind, number, replicas, shards = found.groups()
-    if kind is None:
-        return Layout(name, int(replicas), int(shards))
-    return Layout(name, int(number), 1) if kind == "ddp" else Layout(name, 1, int(number))
+        raise ConfigError(f"{_RULE}, got {shown(layout.name)}.")
+    kind, number, more, replicas, shards = found.groups()
+    sizes = {"dp_replicate": int(replicas), "dp_shard": int(shards)} if kind is None else {_AXES[kind]: int(number)}
+    of_data = layout.sizes.data > 1 and sizes.keys() <= {"dp_replicate", "dp_shard"}
+    if of_data or any(getattr(layout.sizes, axis) > 1 for axis in sizes):
+        raise ConfigError(f"--layouts has two parts of one axis in {shown(layout.name)}; drop {shown(part)}.")
+    divides_updates = layout.divides_updates or kind == "distopt"
+    layout = replace(layout, sizes=replace(layout.sizes, **sizes), divides_updates=divides_updates)
+    return layout if more is None else _with_kind(layout, kind, more)
+
+
+def _with_kind(layout: Layout, kind: str | None, more: str) -> Layout:
+    """The layout whose last part has a word after its size."""
+    schedules = {one.lower(): one for one in SCHEDULES} | _SHORT
+    if kind == "tp" and more == "sp":
+        return replace(layout, divides_sequences=True)
+    if kind == "pp" and more.lower() in schedules:
+        return replace(layout, schedule=schedules[more.lower()])
+    if kind == "pp":
+        hint = nearest(more, [*SCHEDULES, "interleaved", "ZBV"])
+        raise ConfigError(f"a schedule in --layouts must be one of {', '.join(SCHEDULES)}, got {shown(more)}.{hint}")
+    raise ConfigError(f"{_RULE}, got {shown(layout.name)}.")
 
 
 def common_words(config: ConfigContainer, layouts: Sequence[Layout]) -> tuple[str, ...]:
     """The overrides for both: each step is logged, and has as many samples in one layout as in the other."""
     if config.train.global_batch_size is not None:
         return ("logger.log_interval=1",)
-    size = (config.train.micro_batch_size or 1) * math.lcm(*(one.ranks for one in layouts))
+    size = (config.train.micro_batch_size or 1) * math.lcm(*(one.shares for one in layouts))
     return ("logger.log_interval=1", f"train.global_batch_size={size}")
 
 
@@ -139,7 +203,7 @@ def hint(config: ConfigContainer, layouts: Sequence[Layout]) -> str:
     """What may be the cause of a difference."""
     rates = {f"model.{key}": getattr(config.model, key, 0.0) for key in _DROPOUT}
     active = [key for key, rate in rates.items() if rate]
-    if active and layouts[0].ranks != layouts[1].ranks:
+    if active and layouts[0].sizes.data != layouts[1].sizes.data:
         zero = " and ".join(f"{key}=0" for key in active)
         return f"Each rank with samples of its own draws masks of dropout of its own; compare with {zero}."
     return (

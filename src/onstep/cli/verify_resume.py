@@ -100,7 +100,8 @@ def verify_resume(
         typer.Option(
             metavar="A B",
             help="Kill nothing, and compare loss and gradient norm of the job in two layouts: one, ddp2, fsdp2, "
-            "hsdp2x2 (2 replicas of 2 shards).",
+            "hsdp2x2 (2 replicas of 2 shards), distopt2, tp2, 'tp2 sp', pp2, 'pp2 interleaved', or several, as in "
+            "'fsdp2 x tp2 sp'.",
         ),
     ] = None,
     tolerance: Annotated[
@@ -181,12 +182,12 @@ def _compare_layouts(
     planned = []
     for one in layouts:  # a layout that is refused is refused before anything runs
         of_layout, _ = configuration([*words, *common, *one.words], recipe)
-        planned.append(train_iters(resolve(of_layout, one.ranks), world_size=one.ranks))
+        planned.append(train_iters(resolve(of_layout, one.ranks), world_size=one.sizes.data))
     if bound := bound_words(words, planned):
         common, planned = (*common, *bound), [BOUND for _ in layouts]
     where, is_temporary = _work_dir(directory, config.run.local_output_dir)
     jobs = [
-        UserJob((*given, *WORDS, *common, *one.words), one.ranks, where / f"{number}-{one.name}")
+        UserJob((*given, *WORDS, *common, *one.words), one.ranks, where / f"{number}-{'-'.join(one.name.split())}")
         for number, one in enumerate(layouts, start=1)
     ]
     try:

@@ -123,18 +123,19 @@ def test_every_ordered_pair(processes: Processes, tmp_path: Path, layouts: list[
 
 INEXACT = {IN_BF16, IN_MXFP8, MASTERS, "train.torch_compile=true"}
 ROWS: dict[str, tuple[int, list[str]]] = {
-    name: (layout.ranks, [*layout.keys])
-    for name, layout in OF_TABLE.items()
-    if layout.ranks <= 4 and INEXACT.isdisjoint(layout.keys)
+    name: (layout.ranks, [*layout.keys]) for name, layout in OF_TABLE.items() if INEXACT.isdisjoint(layout.keys)
 }
 """The number of ranks of each layout, and its keys."""
 ROWS |= {
     "pp2 uneven": (2, [*ROWS["pp2"][1], "parallel.pipeline_model_parallel_layout=[1,3]"]),
     "dp2 x pp2 interleaved": (4, ROWS["pp2 interleaved"][1]),
+    "tp2 sp x pp2": (4, [*ROWS["pp2"][1], *ROWS["tp2 sp"][1]]),
     "tp2 sp x pp2 ZBV": (4, [*ROWS["pp2 ZBV"][1], *ROWS["tp2 sp"][1]]),
     "tp2 sp x pp2 interleaved": (4, [*ROWS["pp2 interleaved"][1], *ROWS["tp2 sp"][1]]),
     "fsdp2 x pp2 1F1B": (4, [*ROWS["pp2"][1], *ROWS["fsdp2"][1]]),
     "fsdp2 x pp2 ZBV": (4, [*ROWS["pp2 ZBV"][1], *ROWS["fsdp2"][1]]),
+    "fsdp2 x tp2 sp x pp2": (8, [*ROWS["pp2"][1], *ROWS["fsdp2 x tp2 sp"][1]]),
+    "distopt2 x tp2 sp x pp2 interleaved": (8, [*ROWS["pp2 interleaved"][1], *ROWS["distopt2 x tp2 sp"][1]]),
 }
 DIVIDED = [name for name in ROWS if any(part.startswith(("tp", "pp")) for part in name.split())]
 """Those of tensors and of stages."""
@@ -162,7 +163,7 @@ def relayed(processes: Processes, directory: Path, relays: list[list[str]], pick
 def trained(processes: Processes, directory: Path, wanted: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Train on layouts, several runs of one number of ranks in the same processes."""
     found: dict[int, dict[str, Any]] = {}
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2, 4, 8):
         of_size = [number for number, (name, _) in enumerate(wanted) if ROWS[name][0] == ranks]
         for first in range(0, len(of_size), AT_ONCE):
             numbers = of_size[first : first + AT_ONCE]

@@ -139,7 +139,7 @@ def test_what_models_and_runs_have_is_trained_as_in_one_process(
 @pytest.mark.slow
 def test_replicas_and_four_stages_train_as_one_process(processes: Processes, tmp_path: Path) -> None:
     [replicas] = trained(processes, tmp_path, {"directory": "replicas", "rows": 1}, ranks=4)
-    [four] = trained(processes, tmp_path, {"directory": "four", "size": 4}, ranks=4)
+    [four] = trained(processes, tmp_path, {"directory": "four", "axes": {"pp_size": 4}}, ranks=4)
     [one] = trained(processes, tmp_path, {"directory": "one"}, ranks=1)
     are_close(replicas, one)
     are_close(four, one)

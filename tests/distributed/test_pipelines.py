@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from onstep.analysis.pipeline_traces import read_steps
-from onstep.training.verification.trajectory_hash import CHAIN
 from tests.support.forked_processes import Processes
 
 pytestmark = pytest.mark.distributed
@@ -139,24 +138,19 @@ def test_stages_whose_updates_are_divided_train_20_steps_as_one_process(
 
 
 @pytest.mark.slow
-def test_divided_updates_of_stages_continue_to_the_bit_and_in_other_layouts(
-    processes: Processes, tmp_path: Path
-) -> None:
-    """From the checkpoints of an interrupted run: with its layout, in one process, and with other ranks."""
+def test_divided_updates_of_stages_continue_in_other_layouts(processes: Processes, tmp_path: Path) -> None:
+    """From the checkpoints of an interrupted run: in one process, and with other ranks."""
     keys = [*row("Interleaved1F1B", TWO, *DIVIDED, "train.micro_batch_size=1", "checkpoint.async_save=true")[0]]
     whole = pretrained(processes, tmp_path, "whole", 4, *keys, *PROOFS)
-    for number, (name, ranks, others) in enumerate(
-        [
-            ("own", 4, [*keys, *PROOFS]),
-            ("one", 1, PROOFS),
-            ("sharded", 2, [*PROOFS, "parallel.data_parallel_shard_size=2"]),
-        ]
+    for name, ranks, others in (
+        ("one", 1, PROOFS),
+        ("sharded", 2, [*PROOFS, "parallel.data_parallel_shard_size=2"]),
     ):
         before = pretrained(processes, tmp_path, name, 4, *keys, *PROOFS, "train.exit_interval=2")
         after = pretrained(processes, tmp_path, name, ranks, *others)
         assert before["prints"][1] == after["prints"][0]
         for value in ("losses", "norms"):
-            assert furthest(before[value] + after[value], whole[value]) <= (1e-5 if number else 0.0), (name, value)
+            assert furthest(before[value] + after[value], whole[value]) <= 1e-5, (name, value)
     back = pretrained(processes, tmp_path, "back", 1, *PROOFS, "train.exit_interval=2")
     rest = pretrained(processes, tmp_path, "back", 4, *keys, *PROOFS)
     assert back["prints"][1] == rest["prints"][0]
@@ -354,27 +348,6 @@ def test_the_last_rank_of_divided_stages_and_of_replicas_collects_it_too(process
     [one] = collected(processes, tmp_path, [], ranks=1)
     [half] = collected(processes, tmp_path, [], ranks=2)
     are_collected(found, [one, half, one, half])
-
-
-CUT = [row("Interleaved1F1B", TWO), row("1F1B", *SEQUENCES, ranks=4), row("Interleaved1F1B", TWO, *SHARDS, ranks=4)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("layout", CUT, ids=["pp2", "tp2 sp x pp2", "fsdp2 x pp2"])
-def test_a_pipeline_resumed_at_any_step_is_the_run_that_nobody_stopped(
-    processes: Processes, tmp_path: Path, layout: Row, is_async: bool
-) -> None:
-    keys, ranks = [*layout[0], f"checkpoint.async_save={str(is_async).lower()}"], layout[1]["ranks"]
-    keys += ["checkpoint.save_interval=1", *PROOFS]
-    whole = pretrained(processes, tmp_path, "whole", ranks, *keys)
-    for step in range(1, 5) if ranks == 2 else (2,):
-        before = pretrained(processes, tmp_path, f"at-{step}", ranks, *keys, f"train.exit_interval={step}")
-        after = pretrained(processes, tmp_path, f"at-{step}", ranks, *keys)
-        for name in ("losses", "norms"):
-            assert before[name] + after[name] == whole[name], (step, name)
-        chains = [tmp_path / "runs" / name / CHAIN for name in ("whole", f"at-{step}")]
-        assert chains[0].read_bytes() == chains[1].read_bytes() != b""
 
 
 @pytest.mark.slow

@@ -51,16 +51,6 @@ def test_a_family_continues_in_one_process_and_back_and_transformers_reads_it(
     assert float((ours - alone).abs().max()) < 1e-4
 
 
-@pytest.mark.slow
-def test_a_resumed_family_is_the_run_that_nobody_stopped_dropout_included(processes: Processes, tmp_path: Path) -> None:
-    keys = [*row("Interleaved1F1B", TWO)[0], "checkpoint.save_interval=1"]
-    whole = pretrained(processes, tmp_path, "whole", 2, *keys, family="gpt2")
-    before = pretrained(processes, tmp_path, "part", 2, *keys, "train.exit_interval=3", family="gpt2")
-    after = pretrained(processes, tmp_path, "part", 2, *keys, family="gpt2")
-    for name in ("losses", "norms"):
-        assert before[name] + after[name] == whole[name], name
-
-
 SCHEDULES: list[tuple[str, list[str]]] = [("1F1B", []), ("Interleaved1F1B", [TWO]), ("ZBVZeroBubble", [])]
 
 

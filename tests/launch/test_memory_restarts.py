@@ -97,11 +97,21 @@ def checkpoints_of(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(("size", "lost"), [(2, 0), (2, 1), (3, 1), (4, 0)])
+DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
+TENSORS = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true", *DROPOUT]
+STAGES = ["parallel.pipeline_model_parallel_size=2", *DROPOUT]
+
+
+@pytest.mark.parametrize(
+    ("size", "lost", "words"),
+    [(2, 0, []), (2, 1, []), (3, 1, []), (4, 0, []), (2, 1, TENSORS), (2, 0, STAGES), (4, 3, [*STAGES, *TENSORS])],
+    ids=["2-0", "2-1", "3-1", "4-0", "tp2 sp", "pp2", "tp2 sp x pp2"],
+)
 def test_a_lost_node_that_is_replaced_costs_no_bit_and_no_checkpoint_on_the_disk(
-    tiny_config: ConfigContainer, tmp_path: Path, memory: Path, size: int, lost: int
+    tiny_config: ConfigContainer, tmp_path: Path, memory: Path, size: int, lost: int, words: list[str]
 ) -> None:
-    runs = Runs(tiny_config, tmp_path, memory, [])
+    """A node of one rank has a replica, or is the only one with its part of the model."""
+    runs = Runs(tiny_config, tmp_path, memory, words)
     whole = runs.undisturbed(size)
     cluster = runs.cluster("lost", size, size, 0.1)
     nodes = [cluster.start() for _ in range(size)]

@@ -85,3 +85,22 @@ def test_a_worker_may_have_stages_or_divided_tensors(
     moved = served(processes, data, tmp_path / "moved", (2, first), (2, then))
     for name, value in one.items():
         assert torch.allclose(moved[name], value, rtol=0, atol=1e-4), (name, (moved[name] - value).abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.pipeline_model_parallel_size=2"],
+        ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+    ],
+    ids=["pp2", "tp2 sp"],
+)
+def test_a_worker_of_several_ranks_that_stops_between_rounds_has_the_bits_of_one_that_does_not(
+    processes: Processes, data: dict[str, Any], tmp_path: Path, layout: list[str]
+) -> None:
+    whole = served(processes, data, tmp_path / "whole", (2, layout))
+    first = [*layout, "train.exit_interval=8", "checkpoint.save_interval=8"]
+    stopped = served(processes, data, tmp_path / "stopped", (2, first), (2, layout))
+    for name, value in whole.items():
+        assert torch.equal(stopped[name], value), name

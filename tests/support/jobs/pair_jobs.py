@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onstep import Callback, CallbackManager
+from onstep.callbacks import EMA
 from onstep.checkpoint import CheckpointManager, ModelState, SaveRequest, StateComponent, resolve
 from onstep.data import TrainLoader
 from onstep.distributed.buffered import buffered_chunks
@@ -96,16 +98,37 @@ def job_legs(settings: dict[str, Any]) -> list[dict[str, Any]]:
     return [_leg(one, int(os.environ.get("WORLD_SIZE", "1"))) for one in settings["runs"]]
 
 
+def job_continued(settings: dict[str, Any]) -> dict[str, Any]:
+    """Runs that save after each step, synchronously or not, and from each of their checkpoints two steps more, one in
+    the middle all; by whether they save asynchronously, and by the step after which they are continued.
+    """
+    ranks, steps, found = int(os.environ.get("WORLD_SIZE", "1")), settings["steps"], {}
+    keys = [*settings["keys"], "checkpoint.save_interval=1", "checkpoint.most_recent_k=-1", "checkpoint.certify=true"]
+    for is_async in (False, True):
+        common = {"keys": keys, "steps": steps, "async": is_async, "averages": True, "decays": True}
+        whole = Path(str(is_async))
+        found[whole.name] = _leg({**common, "directory": str(whole), "leg": None, "seed": 0}, ranks)
+        for step in range(1, steps):
+            part = Path(f"{is_async} {step}")
+            if os.environ.get("RANK", "0") == "0":  # others wait for it in the meeting of the ranks
+                shutil.copytree(whole / f"checkpoint-{step}", part / f"checkpoint-{step}")
+            end = steps if step == steps // 2 else min(step + 2, steps)
+            found[part.name] = _leg({**common, "directory": str(part), "leg": end, "seed": step}, ranks)
+    return found
+
+
 def _leg(one: dict[str, Any], ranks: int) -> dict[str, Any]:
-    config = config_of(["train.micro_batch_size=1", *one["keys"]], one["steps"])
+    micro = [] if one.get("averages") else ["train.micro_batch_size=1"]
+    config = config_of([*micro, *one["keys"]], one["steps"])
     config.checkpoint.save, config.checkpoint.async_save = one["directory"], one["async"]
     config.train.exit_interval = one["leg"]
     chunks, state, loader = divided(config, ranks, seed=one["seed"])
     optimizer = grouped(chunks)
     watch, manager = Watch(), CallbackManager()
-    manager.add(watch)
+    manager.add([watch, *([EMA(0.5, apply_at_end=False)] if one.get("averages") else [])])
+    rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if one.get("decays") else None
     with suppress(SystemExit):
-        train(STEPS["sum"], chunks, optimizer, None, loader, None, state, callback_manager=manager)
+        train(STEPS["sum"], chunks, optimizer, rates, loader, None, state, callback_manager=manager)
     state.world.close()
     return {"losses": watch.losses, "norms": watch.norms}
 

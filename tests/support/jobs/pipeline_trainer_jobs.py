@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from onstep import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
-from onstep.callbacks import TextgenCallback
+from onstep.callbacks import EMA, TextgenCallback
 from onstep.errors import ConfigError
 
 SIZES = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
@@ -138,18 +138,21 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
         learning_rate=3e-3,
         weight_decay=0.1,
         max_grad_norm=0.5,
-        lr_scheduler_type="constant",
+        lr_scheduler_type=one.get("rates", "constant"),
         use_cpu=True,
         eval_strategy="steps",
         eval_steps=2,
         save_strategy="steps",
-        save_steps=2,
+        save_steps=one.get("saves", 2),
         logging_steps=1,
         load_best_model_at_end=one.get("best", False),
         report_to=[],
         disable_tqdm=True,
-        parallelism_config={"pp_size": one.get("size", 2), "dp_replicate_size": -1} if ranks > 1 else None,
-        config_overrides={"parallel": one["parallel"]} if ranks > 1 and "parallel" in one else None,
+        parallelism_config={**one.get("axes", {"pp_size": 2}), "dp_replicate_size": -1} if ranks > 1 else None,
+        config_overrides={
+            "parallel": one.get("parallel", {}) if ranks > 1 else {},
+            "checkpoint": one.get("checkpoint", {}),
+        },
         **more,
     )
     torch.manual_seed(0)
@@ -161,6 +164,9 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(frozen in name for frozen in one.get("frozen", [])))
     heard, texts = Heard(), Texts()
+    callbacks: list[Any] = [heard, TextgenCallback(texts, ["AB", "C"], {"do_sample": False}, max_new_tokens=4)]
+    if one.get("averages"):
+        callbacks.append(EMA(0.5, apply_at_end=False))
     optimizer: Any = own_optimizer if one.get("factory") else None
     if one.get("asks_again"):
         optimizer = partial(torch.optim.LBFGS, lr=0.1)  # whose class is known once it is made
@@ -174,7 +180,7 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
             eval_dataset=Rows(5),
             compute_metrics=accuracy,
             optimizers=(optimizer, None),
-            callbacks=[heard, TextgenCallback(texts, ["AB", "C"], {"do_sample": False}, max_new_tokens=4)],
+            callbacks=callbacks,
             processing_class=Letters(),
         )
         trainer.train(resume_from_checkpoint=one.get("resumes"))

@@ -134,6 +134,9 @@ def test_both_layouts_have_the_same_samples_in_a_step() -> None:
     assert "train.global_batch_size=24" in common_words(config, [layout_of("ddp2 x pp2 DualPipeV"), layout_of("one")])
     config.train.global_batch_size = 12
     assert common_words(config, layouts) == ("logger.log_interval=1",)
+    config.train.micro_batch_size = None
+    assert common_words(config, layouts) == ("logger.log_interval=1",)
+    assert "train.micro_batch_size=1" in common_words(config, [*layouts, layout_of("pp2")])
 
 
 def test_the_tolerance_is_that_of_the_precision_and_dropout_is_hinted_at() -> None:

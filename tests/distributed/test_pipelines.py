@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from onstep.analysis.pipeline_traces import read_steps
 from tests.support.forked_processes import Processes
@@ -348,6 +349,27 @@ def test_the_last_rank_of_divided_stages_and_of_replicas_collects_it_too(process
     [one] = collected(processes, tmp_path, [], ranks=1)
     [half] = collected(processes, tmp_path, [], ranks=2)
     are_collected(found, [one, half, one, half])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("best", [[], ["checkpoint.load_best_model_at_end=true"]], ids=["average", "best"])
+def test_divided_stages_keep_and_export_what_one_process_does(
+    processes: Processes, tmp_path: Path, best: list[str]
+) -> None:
+    """The best checkpoint beside the last, and at the end the average of the weights, or the best ones."""
+    kept = ["checkpoint.save_interval=1", "checkpoint.most_recent_k=1", "checkpoint.keep_best_n=1", *best]
+    kept += ["validation.eval_interval=1", "optimizer.lr=0.05", "checkpoint.validate_replication=true"]
+    exports = {"exports_average": not best}
+    one = pretrained(processes, tmp_path, "one", 1, *kept, **exports)
+    there = pretrained(processes, tmp_path, "there", 4, *row("Interleaved1F1B", TWO, *SEQUENCES, *kept)[0], **exports)
+    assert furthest(there["evaluated"], one["evaluated"]) <= 1e-5
+    runs = [tmp_path / "runs" / name for name in ("one", "there")]
+    saved = [sorted(path.name for path in (run / "checkpoints").glob("checkpoint-*")) for run in runs]
+    assert saved[0] == saved[1]
+    assert len(saved[0]) == 2, "the best is not the last"
+    weights, others = (load_file(run / "model" / "model.safetensors") for run in runs)
+    assert weights.keys() == others.keys()
+    assert max(float((one - others[name]).abs().max()) for name, one in weights.items()) < 1e-4
 
 
 @pytest.mark.slow

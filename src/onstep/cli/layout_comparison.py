@@ -132,11 +132,17 @@ def _with_kind(layout: Layout, kind: str | None, more: str) -> Layout:
 
 
 def common_words(config: ConfigContainer, layouts: Sequence[Layout]) -> tuple[str, ...]:
-    """The overrides for both: each step is logged, and has as many samples in one layout as in the other."""
-    if config.train.global_batch_size is not None:
-        return ("logger.log_interval=1",)
-    size = (config.train.micro_batch_size or 1) * math.lcm(*(one.shares for one in layouts))
-    return ("logger.log_interval=1", f"train.global_batch_size={size}")
+    """The overrides for both: each step is logged, and has as many samples in one layout as in the other.
+
+    Without a size of micro-batches, pipelines get those of one sample, of which they run the most at once.
+    """
+    train, words = config.train, ["logger.log_interval=1"]
+    if train.global_batch_size is None:
+        size = (train.micro_batch_size or 1) * math.lcm(*(one.shares for one in layouts))
+        words.append(f"train.global_batch_size={size}")
+    if train.micro_batch_size is None and any(one.sizes.pp > 1 for one in layouts):
+        words.append("train.micro_batch_size=1")
+    return tuple(words)
 
 
 def bound_words(words: Sequence[str], planned: Sequence[int | None]) -> tuple[str, ...]:

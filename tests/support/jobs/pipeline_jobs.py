@@ -313,7 +313,7 @@ def job_pretrain(settings: dict[str, Any]) -> Any:
     config.run.output_dir, config.run.name = settings["output"], settings["name"]
     apply_overrides(config, [f"train.train_iters={settings['steps']}", *settings["keys"]])
     curve, evaluated, drifts = Curve(), Evaluated(), Drifts(*settings.get("drifts", (-1, 0, "")))
-    callbacks: list[Any] = [curve, evaluated, drifts, EMA(0.5, apply_at_end=False)]
+    callbacks: list[Any] = [curve, evaluated, drifts, EMA(0.5, apply_at_end=settings.get("exports_average", False))]
     if "dies" in settings:
         callbacks.append(Halts(settings["dies"], dies=True))
     try:

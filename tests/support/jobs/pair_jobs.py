@@ -102,7 +102,8 @@ def job_continued(settings: dict[str, Any]) -> dict[str, Any]:
     """Runs that save after each step, synchronously or not, and from each of their checkpoints two steps more, one in
     the middle all; by whether they save asynchronously, and by the step after which they are continued.
     """
-    ranks, steps, found = int(os.environ.get("WORLD_SIZE", "1")), settings["steps"], {}
+    ranks, steps = int(os.environ.get("WORLD_SIZE", "1")), settings["steps"]
+    found: dict[str, Any] = {}
     keys = [*settings["keys"], "checkpoint.save_interval=1", "checkpoint.most_recent_k=-1", "checkpoint.certify=true"]
     for is_async in (False, True):
         common = {"keys": keys, "steps": steps, "async": is_async, "averages": True, "decays": True}
@@ -126,7 +127,9 @@ def _leg(one: dict[str, Any], ranks: int) -> dict[str, Any]:
     optimizer = grouped(chunks)
     torch.manual_seed(one["seed"])  # of the masks of dropout, where no checkpoint says otherwise
     curve, manager = Curve(), CallbackManager()
-    manager.add([curve, *([EMA(0.5, apply_at_end=False)] if one.get("averages") else [])])
+    manager.add(curve)
+    if one.get("averages"):
+        manager.add(EMA(0.5, apply_at_end=False))
     rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if one.get("decays") else None
     with suppress(SystemExit):
         train(STEPS["sum"], chunks, optimizer, rates, loader, None, state, callback_manager=manager)

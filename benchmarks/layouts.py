@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from layout_names import IN_BF16, IN_MXFP8, LAYOUTS, MASTERS, PAGE, VARIANTS, La
 from layout_page import EVALUATION, LOSS, ROWS, SAME, TOKENS, Found, write
 from layout_rows import run_row
 from onstep.errors import ConfigError
-from stage_layouts import held_in_stages, sent_in_stages
-from tensor_layouts import held_in_tensors, sent_in_tensors
+from stage_layouts import held_in_parts, sent_in_parts
 
 COMPILED = "fsdp2 compiled"
 MUON = "optimizer.optimizer=muon"
@@ -71,6 +70,8 @@ class Compared:
     """Of the losses of evaluations."""
     generates_alike: bool = True
     """Whether the model adds the same tokens to prompts."""
+    others: list[str] = field(default_factory=list)
+    """What other ranks have sent or held that is not as in theory."""
 
     def outside(self, layout: Layout, variant: Variant) -> list[str]:
         """What is not as it must be."""
@@ -92,15 +93,8 @@ class Compared:
         found += [] if self.generates_alike or rounds or IN_MXFP8 in layout.keys else ["other tokens"]
         if variant.on_page:
             return found
-        for what, real, theory in (
-            ("sent", self.sent, self.sent_in_theory),
-            ("held", self.held, self.held_in_theory),
-        ):
-            found += [
-                f"{what} {kind} {real.get(kind, 0)} for {theory[kind]}"
-                for kind in theory
-                if real.get(kind, 0) != theory[kind]
-            ]
+        found += [*_differences("sent", self.sent, self.sent_in_theory), *self.others]
+        found += _differences("held", self.held, self.held_in_theory)
         small = _SMALL_SUMS
         if layout.tensor_ranks > 1 and (
             variant.loss == "model" or variant.door == "pretrain"
@@ -109,19 +103,35 @@ class Compared:
         return found + ([f"{self.sent['small']} small sums"] if self.sent.get("small", 0) > small else [])
 
 
+def _differences(what: str, real: dict[str, float], theory: dict[str, float]) -> list[str]:
+    return [
+        f"{what} {kind} {real.get(kind, 0)} for {theory[kind]}" for kind in theory if real.get(kind, 0) != theory[kind]
+    ]
+
+
+def _of_other_ranks(layout: Layout, variant: Variant, found: list[Any], whole: Any) -> list[str]:
+    """What ranks after the first have sent or held that is not as in theory."""
+    differences = []
+    for rank, one in enumerate(found, 1):
+        for what, theory in (("sent", sent_in_theory), ("held", held_in_theory)):
+            expected = theory(layout, variant, whole["shapes"], whole["names"], rank)
+            differences += [f"rank {rank}: {said}" for said in _differences(what, one[what], expected)]
+    return differences
+
+
 _SMALL_SUMS = 3 + 1
 """Of a step, at most: the losses, the norm over one or two dimensions of a mesh."""
 
 
-def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
-    """Bytes of a step by kind: see "Going distributed"; nothing for variants of the page of layouts."""
+def sent_in_theory(
+    layout: Layout, variant: Variant, shapes: list[Any], names: list[str], rank: int = 0
+) -> dict[str, float]:
+    """Bytes of a step by kind on a rank: see "Going distributed"; nothing for variants of the page of layouts."""
     keys = dict(key.split("=") for key in layout.keys)
     if variant.on_page:
         return {}
-    if layout.stage_ranks > 1:
-        return sent_in_stages(layout, variant, shapes, names)
-    if layout.tensor_ranks > 1:
-        return sent_in_tensors(layout, variant, shapes, names)
+    if layout.stage_ranks * layout.tensor_ranks > 1:
+        return sent_in_parts(layout, variant, shapes, names, rank)
     if _divides_updates(keys):
         instances = int(keys.get("ddp.num_distributed_optimizer_instances", 1))
         shards = layout.ranks // instances
@@ -147,28 +157,23 @@ def sent_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: l
     return theory | {"reduce": scattered / shards if layout.ranks > shards else 0}
 
 
-def held_in_theory(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
-    """Bytes of rank 0: 4 for each parameter, 4 for its gradient, 8 for AdamW's state, in shards of whole rows."""
+def held_in_theory(
+    layout: Layout, variant: Variant, shapes: list[Any], names: list[str], rank: int = 0
+) -> dict[str, float]:
+    """Bytes of a rank: 4 for each parameter, 4 for its gradient, 8 for AdamW's state, in shards of whole rows."""
     keys = dict(key.split("=") for key in layout.keys)
     if variant.on_page:
         return {}
-    if layout.stage_ranks > 1:
-        return held_in_stages(layout, variant, shapes, names)
-    if layout.tensor_ranks > 1:
-        return held_in_tensors(layout, variant, shapes, names)
-    if _divides_updates(keys):  # the gradients are in buffers, and no longer those of the parameters
-        shards = layout.ranks // int(keys.get("ddp.num_distributed_optimizer_instances", 1))
-        held = {"parameters": _padded(shapes, 1)}
-        if IN_MXFP8 in layout.keys:
-            held["masters"] = _padded(shapes, shards, trained=True) / shards
-        # for each 2 bytes, two averages in float32 and the other half of the master
-        times = 5 if MASTERS in layout.keys else 2
-        state = times * _padded(shapes, shards, trained=True) / shards
-        return held if MUON in variant.keys else {**held, "state": state}
-    shards = _shards(layout)
-    trained = _padded(shapes, shards, trained=True) / shards
-    held = {"parameters": _padded(shapes, shards) / shards, "gradients": trained}
-    return held if MUON in variant.keys else {**held, "state": 2 * trained}
+    if layout.stage_ranks * layout.tensor_ranks > 1 or not _divides_updates(keys):
+        return held_in_parts(layout, variant, shapes, names, rank)
+    shards = layout.ranks // int(keys.get("ddp.num_distributed_optimizer_instances", 1))
+    held = {"parameters": _padded(shapes, 1)}
+    if IN_MXFP8 in layout.keys:
+        held["masters"] = _padded(shapes, shards, trained=True) / shards
+    # for each 2 bytes, two averages in float32 and the other half of the master
+    times = 5 if MASTERS in layout.keys else 2
+    state = times * _padded(shapes, shards, trained=True) / shards
+    return held if MUON in variant.keys else {**held, "state": state}  # the gradients are in buffers
 
 
 def _divides_updates(keys: dict[str, str]) -> bool:
@@ -215,6 +220,7 @@ def compared(
         held_in_theory=held_in_theory(layout, variant, whole["shapes"], whole["names"]),
         evaluated=_apart(alone["evaluated"], found["evaluated"]),
         generates_alike=alone["tokens"] == found["tokens"],
+        others=_of_other_ranks(layout, variant, found.get("others", []), whole),
         along=None
         if along is None
         else (_apart(alone["losses"], along["losses"]), _apart(alone["norms"], along["norms"])),
@@ -323,7 +329,10 @@ def run_all(
     refused = [one.get("refused") for one in found]
     if any([one.get("refused") for one in other] != refused for other in others):
         raise RuntimeError(f"ranks refuse different things: {[refused, *others]}")
-    return [(one, None if "refused" in one else torch.load(directory / _weights(at))) for at, one in enumerate(found)]
+    return [
+        (one | {"others": rest}, None if "refused" in one else torch.load(directory / _weights(at)))
+        for at, (one, *rest) in enumerate(zip(found, *others, strict=True))
+    ]
 
 
 def _wait(ranks: list[Any]) -> None:

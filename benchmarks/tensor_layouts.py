@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
-from layout_names import DIVIDED, IN_BF16, LENGTH, ROWS, VOCABULARY, Layout, Variant
+from layout_names import DIVIDED, LENGTH, ROWS, VOCABULARY, Layout, Variant
 
 _COLUMNS = (
     *("embedding", "output", "query", "key", "value", "gate", "up"),
@@ -14,23 +15,73 @@ _COLUMNS = (
 """Modules that are divided by outputs; among them is the output of the model, but not that of an attention."""
 _OF_EXPERTS = ("experts.down_bias", "shared_experts.gate_weight", "shared_experts.down.bias")
 """Replicated parameters of which each rank computes a summand of the gradient."""
+_SHARED = "shared_experts.up.weight"
+_HIDDEN = 32
 _SMALL = 512
 
 
-def held_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
-    """Bytes of rank 0: 4 for each parameter, 4 for its gradient, 8 for AdamW's state."""
-    keys = dict(key.split("=") for key in layout.keys)
-    shards = int(keys["parallel.data_parallel_shard_size"])
-    sizes = [
-        _held(name, shape, _parts(name, layout, variant), shards) * width
-        for name, (shape, _, width) in zip(names, shapes, strict=True)
-    ]
-    trained = float(sum(size for size, (_, is_trained, _) in zip(sizes, shapes, strict=True) if is_trained))
-    held, state = {"parameters": float(sum(sizes)), "gradients": trained}, 2 * trained
-    if DIVIDED[0] in layout.keys:  # the gradients are in buffers, and no longer those of the parameters
-        del held["gradients"]
-        state = 2 * _rows_of_all(layout, variant, shapes, names) / layout.data_ranks
-    return held if any("=muon" in key for key in variant.keys) else {**held, "state": state}
+@dataclass(frozen=True)
+class Place:
+    """The numbers of a rank along the axes of a layout, of which that of tensors is the innermost."""
+
+    tensor: int
+    data: int
+    shard: int
+    stage: int
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Place:
+        """The place of a rank."""
+        rest, tensor = divmod(rank, layout.tensor_ranks)
+        stage, data = divmod(rest, layout.data_ranks)
+        return cls(tensor, data, data % shards_of(layout), stage)
+
+
+def shards_of(layout: Layout) -> int:
+    """The number of ranks that have shards of the same weights."""
+    number = int(dict(key.split("=") for key in layout.keys).get("parallel.data_parallel_shard_size", 1))
+    return layout.ranks if number == -1 else number
+
+
+def divides_updates(layout: Layout) -> bool:
+    """Whether ranks divide the updates of weights that each has as a whole."""
+    return DIVIDED[0] in layout.keys
+
+
+def _part(size: int, parts: int, index: int) -> int:
+    """The size of one of some parts, of which each has as much as the first but for the last ones."""
+    each = -(-size // parts)
+    return max(0, min(each, size - each * index))
+
+
+def sizes_of_rank(name: str, shape: list[int], layout: Layout, variant: Variant, place: Place) -> list[int]:
+    """The shape of what a rank has of a parameter, if it has no shard of that."""
+    sizes, dim = list(shape), _divided(name)
+    if dim is not None and layout.tensor_ranks > 1:
+        parts = _parts(name, layout, variant)
+        sizes[dim] = _part(sizes[dim], parts, place.tensor * parts // layout.tensor_ranks)
+    return sizes
+
+
+def held_of_rank(
+    name: str, shape: list[int], layout: Layout, variant: Variant, place: Place, *, is_padded: bool = False
+) -> int:
+    """Elements of a parameter that a rank has; with `is_padded`, as many as the rank that has most of its shards."""
+    sizes, shards = sizes_of_rank(name, shape, layout, variant, place), shards_of(layout)
+    other = 0
+    if layout.tensor_ranks > 1 and _divided(name) == 0 and len(sizes) > 1 and sizes[1] % shards == 0:
+        other = 1
+    sizes[other] = _part(sizes[other], shards, 0 if is_padded else place.shard)
+    return math.prod(sizes)
+
+
+def rows_of(layout: Layout, variant: Variant, shapes: dict[str, Any], place: Place, data: int) -> float:
+    """Bytes of the rows, of the trained parameters that a rank has, which a rank of data updates."""
+    total = 0
+    for name, (shape, is_trained, width) in shapes.items():
+        rows, *others = sizes_of_rank(name, shape, layout, variant, place)
+        total += _part(rows, layout.data_ranks, data) * math.prod(others) * width * is_trained
+    return float(total)
 
 
 def _parts(name: str, layout: Layout, variant: Variant) -> int:
@@ -39,40 +90,6 @@ def _parts(name: str, layout: Layout, variant: Variant) -> int:
     groups = variant.options.get("num_key_value_heads", groups)
     is_of_group = name.rpartition(".")[0].endswith(("attention.key", "attention.value", "k_proj", "v_proj"))
     return min(int(groups), layout.tensor_ranks) if is_of_group else layout.tensor_ranks
-
-
-def held_of_rank(name: str, shape: list[int], layout: Layout, variant: Variant, shards: int) -> int:
-    """Elements of a parameter on rank 0 of ranks that divide tensors, or only have shards."""
-    if layout.tensor_ranks > 1:
-        return _held(name, shape, _parts(name, layout, variant), shards)
-    return math.ceil(shape[0] / shards) * math.prod(shape[1:])
-
-
-def _held(name: str, shape: list[int], ranks: int, shards: int) -> int:
-    """Elements of a parameter on rank 0, of which ranks have as many parts."""
-    sizes, dim = _of_tensor_rank(name, shape, ranks), _divided(name)
-    other = 0
-    if dim == 0 and len(sizes) > 1 and sizes[1] % shards == 0:
-        other = 1
-    sizes[other] = math.ceil(sizes[other] / shards)
-    return math.prod(sizes)
-
-
-def _of_tensor_rank(name: str, shape: list[int], ranks: int) -> list[int]:
-    """The shape of what the first rank of `tp` has of a parameter, of which ranks have as many parts."""
-    sizes, dim = list(shape), _divided(name)
-    if dim is not None:
-        sizes[dim] = math.ceil(sizes[dim] / ranks)
-    return sizes
-
-
-def _rows_of_all(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> float:
-    """Bytes of what the first rank of `tp` has of the trained parameters, with as many rows for each rank of data."""
-    ranks, total = layout.data_ranks, 0
-    for name, (shape, is_trained, width) in zip(names, shapes, strict=True):
-        rows, *others = _of_tensor_rank(name, shape, _parts(name, layout, variant))
-        total += math.ceil(rows / ranks) * ranks * math.prod(others) * width * is_trained
-    return float(total)
 
 
 def _divided(name: str) -> int | None:
@@ -104,59 +121,82 @@ def _is_summed(name: str, *, of_sequences: bool) -> bool:
     return of_sequences and (is_alike or (_divided(name) is None and name.endswith("bias")))
 
 
-def sent_in_tensors(layout: Layout, variant: Variant, shapes: list[Any], names: list[str]) -> dict[str, float]:
-    """Bytes of a step by kind: activations, logits, and the gradients of what is replicated.
+@dataclass(frozen=True)
+class OwnModules:
+    """What a rank has of a model."""
 
-    With ranks of data where they divide the updates, whose gradients are scattered and whose parameters are gathered.
+    layers: int
+    """The number of layers, without those of multi-token prediction."""
+    has_embedding: bool
+    has_head: bool
+
+
+def sent_in_tensors(
+    layout: Layout, variant: Variant, shapes: dict[str, Any], place: Place, own: OwnModules
+) -> dict[str, float]:
+    """Bytes of a step by kind between the ranks of `tp`: activations, logits, gradients of what is replicated.
+
+    Args:
+        layout: of the row.
+        variant: of the row.
+        shapes: of the parameters of a rank, with whether each is trained and the bytes of an element, by name.
+        place: of the rank.
+        own: what it has.
     """
-    divides = DIVIDED[0] in layout.keys
-    if (
-        (layout.data_ranks > 1 and not divides)
-        or variant.door != "train"
-        or variant.model != "own"
-        or variant.lora
-        or IN_BF16 in layout.keys
-    ):
-        return {}
     options = dict(key.split("=") for key in (*layout.keys, *variant.keys))
-    width, tokens = shapes[0][2], ROWS * LENGTH // layout.data_ranks
-    depths, hidden, ranks = int(options.get("model.mtp_num_layers", 0)), 32, layout.tensor_ranks
-    layers = 3 + depths
-    activation = tokens * hidden * width
+    width, tokens = next(iter(shapes.values()))[2], ROWS * LENGTH // layout.data_ranks
+    depths, ranks = int(options.get("model.mtp_num_layers", 0)) * own.has_head, layout.tensor_ranks
+    layers = own.layers + depths
+    activation = tokens * _HIDDEN * width
     again = layers if options.get("model.recompute_granularity") == "full" else 0  # all but the last sum of a layer
-    found = {"gather": 0.0, "scatter": 0.0, "reduce": (1.0 + depths) * activation}  # the gradient of the head's input
+    found = {"gather": 0.0, "scatter": 0.0, "reduce": 0.0}
     chosen = tokens * int(options.get("model.moe_router_topk", 2)) * width
     if chosen // variant.accumulation > _SMALL:  # the gradients of the weights of the chosen experts
-        found["reduce"] += chosen * sum(name.endswith("router.weight") for name in names)
-    if variant.loss == "step":
-        found["gather"] += tokens * math.ceil(VOCABULARY / ranks) * ranks * width
-    else:
-        of_micro = tokens // variant.accumulation * 4
-        found["reduce"] += sum(size * variant.accumulation for size in (of_micro, 2 * of_micro) if size > _SMALL)
-    summed = sum(
-        math.prod(shape) * size
-        for name, (shape, is_trained, size) in zip(names, shapes, strict=True)
-        if is_trained and _is_summed(name, of_sequences=layout.divides_sequences)
-    )
-    summed /= layout.data_ranks  # of each the sum over the ranks of data
-    found["reduce"] += summed if summed > _SMALL else 0
-    parts = [_parts(name, layout, variant) for name in names]
-    copied = sum(
-        math.prod(shape) // of_name * size
-        for (shape, _, size), of_name in zip(shapes, parts, strict=True)
-        if of_name < ranks
-    )
-    copied /= layout.data_ranks
-    found["reduce"] += copied if copied > _SMALL else 0
-    if divides:
-        found["gather"] += _rows_of_all(layout, variant, shapes, names)
-        found["scatter"] += _rows_of_all(layout, variant, shapes, names)
+        found["reduce"] += chosen * sum(name.endswith("router.weight") for name in shapes)
+    if own.has_head:
+        found["reduce"] += (1 + depths) * activation  # the gradient of the head's input
+        if variant.loss == "step":
+            found["gather"] += tokens * math.ceil(VOCABULARY / ranks) * ranks * width
+        else:
+            of_micro = tokens // variant.accumulation * 4
+            found["reduce"] += sum(size * variant.accumulation for size in (of_micro, 2 * of_micro) if size > _SMALL)
+    for sizes in (_summed(layout, variant, shapes, place), _copied(layout, variant, shapes, place)):
+        if sum(sizes) > _SMALL:
+            found["reduce"] += sum(sizes)
+    ends = own.has_embedding + depths  # embeddings
     if not layout.divides_sequences:
-        found["reduce"] += (4 * layers + 1 + depths + again) * activation
+        found["reduce"] += (4 * layers + ends + again) * activation
         return found
-    found["gather"] += (4 * layers + 1 + 3 * depths + 2 * again) * activation
+    regions = sum(name.endswith(("attention.query.weight", "feed_forward.up.weight", _SHARED)) for name in shapes)
+    is_kept = "model.chunked_loss=true" not in variant.keys
+    heads = own.has_head + depths
+    found["gather"] += (4 * layers + 2 * depths + heads * (1 + is_kept) + 2 * again + regions) * activation
     found["scatter"] += (4 * layers + depths + again) * activation
-    is_learned = options.get("model.position_embedding_type") == "learned_absolute"
-    found["reduce" if is_learned else "scatter"] += activation  # positions are added to whole embeddings
-    found["gather"] += activation if is_learned or shapes[names.index("embedding.weight")][1] else 0
+    if own.has_embedding:
+        is_learned = options.get("model.position_embedding_type") == "learned_absolute"
+        found["reduce" if is_learned else "scatter"] += activation  # positions are added to whole embeddings
+        found["gather"] += activation if is_learned or shapes["embedding.weight"][1] else 0
     return found
+
+
+def _summed(layout: Layout, variant: Variant, shapes: dict[str, Any], place: Place) -> list[float]:
+    """Bytes of the gradients of which ranks compute summands."""
+    return [
+        held_of_rank(name, shape, layout, variant, place) * width / _updates(layout)
+        for name, (shape, is_trained, width) in shapes.items()
+        if is_trained and _is_summed(name, of_sequences=layout.divides_sequences)
+    ]
+
+
+def _copied(layout: Layout, variant: Variant, shapes: dict[str, Any], place: Place) -> list[float]:
+    """Bytes of the gradients of parts that several ranks have."""
+    return [
+        held_of_rank(name, shape, layout, variant, place) * width / _updates(layout)
+        for name, (shape, is_trained, width) in shapes.items()
+        if is_trained and _parts(name, layout, variant) < layout.tensor_ranks
+    ]
+
+
+def _updates(layout: Layout) -> int:
+    """The number of ranks that divide the updates, each of which sums its part over the ranks of `tp`."""
+    return layout.data_ranks if divides_updates(layout) else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from onstep.config import ConfigContainer, ParallelConfig, from_dict, validate
 from onstep.config.pipelines import SCHEDULES, layers_of_stages, schedule_of, stages_of_rank
 from onstep.errors import ConfigError
+from tests.support.schedule_orders import FORWARD, FULL, WEIGHT, most_at_once, orders_of
 
 SIZE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 AT_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
@@ -211,36 +211,15 @@ def test_a_pipeline_is_valid_and_its_keys_are_those_of_megatron_bridges_model_to
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_as_many_passes_have_activations_at_once_as_the_orders_of_torch_let(name: str) -> None:
-    from torch.distributed.pipelining import schedules
-
+    changes = {FORWARD: 1, FULL: -1, WEIGHT: -1}
     schedule = SCHEDULES[name]
     for ranks in (2, 3, 4):
         for micro_batches in (2 * ranks, 4 * ranks, 2 * ranks + 2):
             if not schedule.runs(ranks, micro_batches):
                 continue
-            own = stages_of_rank(
-                parallel(ranks, **{NAME: name, **({VIRTUAL: 2} if schedule.chunks != "one" else {})}), 0
-            )
-            stages: list[Any] = [
-                SimpleNamespace(
-                    stage_index=index, num_stages=ranks * len(own), group_size=ranks, group_rank=0, submod=None,
-                    has_backward=True, is_first=index == 0, is_last=False, device="cpu", group=None,
-                )
-                for index in own
-            ]  # fmt: skip
-            kind: Any = schedules.get_schedule_class(name)
-            plan = kind(stages[0] if schedule.chunks == "one" else stages, micro_batches, loss_fn=lambda loss, _: loss)
-            for rank, order in plan.pipeline_order.items():
+            virtual = {VIRTUAL: 2} if schedule.chunks != "one" else {}
+            own = stages_of_rank(parallel(ranks, **{NAME: name, **virtual}), 0)
+            for rank, order in orders_of(name, ranks, micro_batches, own).items():
                 expected = schedule.most_held(ranks, rank, micro_batches, len(own))
-                assert most_held(order) == expected, (ranks, micro_batches, rank)
-
-
-def most_held(order: list[Any]) -> int:
-    """How many forward passes of an order wait for their last backward pass, at most."""
-    held = [0]
-    for action in order:
-        for part in getattr(action, "sub_actions", None) or [action]:
-            kind = getattr(getattr(part, "computation_type", None), "name", None)
-            held.append(held[-1] + {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(kind, 0))
-    assert held[-1] == 0
-    return max(held)
+                found = most_at_once(order, lambda kind, stage: changes.get(kind, 0))
+                assert found == expected, (ranks, micro_batches, rank)

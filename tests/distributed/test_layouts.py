@@ -42,8 +42,11 @@ def rows(
     processes: Processes, directory: Path, layout: str, variants: list[Any], along: Path | None = None
 ) -> list[tuple[Any, Any]]:
     settings = {"layout": layout, "variants": variants, "steps": STEPS, "along": along and str(along)}
-    [found, *_] = processes.results(JOBS, "rows", directory, settings, ranks=LAYOUTS[layout].ranks)
-    return [(one, torch.load(directory / f"{number}.pt")) for number, one in enumerate(found)]
+    ranks = zip(*processes.results(JOBS, "rows", directory, settings, ranks=LAYOUTS[layout].ranks), strict=True)
+    return [
+        ({**found, "others": others}, torch.load(directory / f"{number}.pt"))
+        for number, (found, *others) in enumerate(ranks)
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tensor-parallel rows of the table of layouts, whose whole one is `benchmarks/layouts.py`."""
+"""Rows of the table of layouts that divide tensors or layers; the whole one is `benchmarks/layouts.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from layout_names import LAYOUTS, VARIANTS
-from layouts import alone_of, compared
+from layout_names import LAYOUTS, Variant
+from layouts import alone_of, compared, variant_of
 from tests.support.forked_processes import Processes
 
 pytestmark = pytest.mark.distributed
@@ -30,14 +30,20 @@ ROWS = {
     "hsdp 2x2 x tp2 sp": ["losses"],
     "distopt2 x tp2": [*PLAIN, "Trainer", *OTHERS],
     "distopt2 x tp2 sp": ["losses", "lora", "pretrain", "muon"],
+    **{name: ["plain", "tied"] for name in ("pp2", "pp2 ZBV", "pp2 zero bubble", "pp4", "dp2 x pp2", "fsdp2 x pp2")},
+    "tp2 x pp2": ["plain", "tied", "experts", "grouped"],
+    "distopt2 x pp2": ["plain", "tied"],
     "distopt2 x tp2 sp both": ["an empty rank", "tied", "losses", "one group", "experts"],
 }
 
 
 def rows(processes: Processes, directory: Path, layout: str, variants: list[Any]) -> list[tuple[Any, Any]]:
     settings = {"layout": layout, "variants": variants, "steps": STEPS}
-    [found, *_] = processes.results(JOBS, "rows", directory, settings, ranks=LAYOUTS[layout].ranks)
-    return [(one, torch.load(directory / f"{number}.pt")) for number, one in enumerate(found)]
+    ranks = zip(*processes.results(JOBS, "rows", directory, settings, ranks=LAYOUTS[layout].ranks), strict=True)
+    return [
+        ({**found, "others": others}, torch.load(directory / f"{number}.pt"))
+        for number, (found, *others) in enumerate(ranks)
+    ]
 
 
 SHORT = {
@@ -47,8 +53,9 @@ SHORT = {
             *("an empty rank", "one group", "experts", "later tokens"),
             *("tied", "losses", "dropout", "attention dropout", "one head", "gpt2"),
         )
-    ],
-    4: [("fsdp2 x tp2 sp", "losses"), ("distopt2 x tp2 sp both", "one group")],
+    ]
+    + [("pp2 interleaved", "tied")],
+    4: [("fsdp2 x tp2 sp", "losses"), ("distopt2 x tp2 sp both", "one group"), ("fsdp2 x pp2", "tied")],
 }
 
 
@@ -59,13 +66,19 @@ def compare(processes: Processes, directory: Path, pairs: list[tuple[str, str]])
     alone: dict[int, tuple[Any, Any]] = {}
     for reference in sorted({reference for reference, _ in wanted}):
         of_reference = [number for number, one in enumerate(wanted) if one[0] == reference]
-        variants = [(names[number], {"accumulation": wanted[number][1].accumulation}) for number in of_reference]
+        variants = [(names[number], options(wanted[number][1])) for number in of_reference]
         place = directory / reference
         alone |= dict(zip(of_reference, rows(processes, place, reference, variants), strict=True))
-    found = rows(processes, directory / "ranks", pairs[0][0], [(name, {"layout": layout}) for layout, name in pairs])
+    trained = [variant_of(*pair) for pair in pairs]
+    of_ranks = [(name, {"layout": layout, **options(one)}) for (layout, name), one in zip(pairs, trained, strict=True)]
+    found = rows(processes, directory / "ranks", pairs[0][0], of_ranks)
     for number, (layout, name) in enumerate(pairs):
-        beside = compared(LAYOUTS[layout], VARIANTS[name], alone[number], found[number])
-        assert beside.outside(LAYOUTS[layout], VARIANTS[name]) == [], (layout, name, beside)
+        beside = compared(LAYOUTS[layout], trained[number], alone[number], found[number])
+        assert beside.outside(LAYOUTS[layout], trained[number]) == [], (layout, name, beside)
+
+
+def options(variant: Variant) -> dict[str, Any]:
+    return {"accumulation": variant.accumulation, "keys": variant.keys}
 
 
 @pytest.mark.parametrize("ranks", SHORT)

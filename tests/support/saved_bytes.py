@@ -23,6 +23,11 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._times: Counter[int] = Counter()
         super().__init__(lambda one: _Saved(one, self), lambda saved: saved.tensor)
 
+    def __enter__(self) -> SavedBytes:
+        """Begin to count."""
+        super().__enter__()
+        return self
+
     def add(self, tensor: Tensor, times: int) -> None:
         """Count a tensor that is saved once more, or once less."""
         storage = tensor.untyped_storage()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn.functional import dropout, embedding
 
+from onstep.distributed.gathered_inputs import product, with_part
 from onstep.distributed.shards import as_dtensor
 from onstep.distributed.tensor_regions import check_divisible, copied, gathered, joined, own_part, scattered, summed
 from onstep.distributed.world import World
@@ -68,7 +69,9 @@ class TensorRanks:
         Args:
             x: (batch, seq, hidden), or this rank's positions of it.
         """
-        return gathered(x, SEQUENCE, self.group) if self.are_sequences_divided else copied(x, self.group)
+        if not self.are_sequences_divided:
+            return copied(x, self.group)
+        return with_part(gathered(x, SEQUENCE, self.group), x, self._gathered_again)
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of what the ranks have computed, or this rank's positions of it. Collective.
@@ -102,7 +105,12 @@ class TensorRanks:
         Args:
             x: (batch, seq, hidden), or this rank's positions of it.
         """
-        return joined(x, SEQUENCE, self.group) if self.are_sequences_divided else x
+        if not self.are_sequences_divided:
+            return x
+        return with_part(joined(x, SEQUENCE, self.group), x, self._gathered_again)
+
+    def _gathered_again(self, part: Tensor) -> Tensor:
+        return joined(part, SEQUENCE, self.group)
 
     def divisible(self, x: Tensor) -> Tensor:
         """The same, unless its positions cannot be divided between the ranks.
@@ -158,9 +166,10 @@ class LocalForward:
 
     def __init__(self, module: nn.Module, part: Part) -> None:
         self.module, self.part = module, part
-        self._forward = part.forward or vars(module).get("forward") or partial(type(module).forward, module)
-        if part.forward is not None:
-            self._forward = partial(part.forward, module)
+        forward = part.forward or (_multiplied if type(module).forward is nn.Linear.forward else type(module).forward)
+        self._forward = partial(forward, module)
+        if part.forward is None and "forward" in vars(module):
+            self._forward = vars(module)["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result."""
@@ -191,6 +200,10 @@ class LocalForward:
         placements = [*dtensor.placements[:-1], Partial()] if self.part.sums(name) else None
         local = dtensor.to_local(grad_placements=placements)
         return local * 0.0 if name in self.part.once and dtensor.device_mesh.get_local_rank() else local
+
+
+def _multiplied(module: nn.Linear, x: Tensor) -> Tensor:
+    return product(x, module.weight, module.bias)
 
 
 def divide(chunk: nn.Module, plan: Mapping[str, Part], ranks: TensorRanks, world: World) -> None:
@@ -388,7 +401,7 @@ def dropout_part(ranks: TensorRanks, dim: int, is_divided: Callable[[], bool]) -
             return dropout(x, module.p, module.training)
         shape = list(x.shape)
         shape[dim] *= ranks.size
-        mask = dropout(x.new_ones(shape), module.p, True)
-        return x * mask.narrow(dim, ranks.rank * x.shape[dim], x.shape[dim])
+        drawn = dropout(x.new_ones(shape), module.p, True).narrow(dim, ranks.rank * x.shape[dim], x.shape[dim])
+        return x.masked_fill(drawn.eq(0.0), 0.0) / (1.0 - module.p)  # keeps a byte for each value
 
     return Part(forward=forward)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy
 
 from onstep.config import ModelConfig
+from onstep.distributed.gathered_inputs import product
 from onstep.distributed.shards import local_weight
 from onstep.errors import ConfigError
 from onstep.models.fused_loss import fused_cross_entropy, is_plain_head
@@ -183,7 +184,7 @@ class Transformer(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         """Those of this rank's part of the vocabulary."""
         if self.output is None:
-            return linear(hidden, local_weight(self.embedding.weight))
+            return product(hidden, local_weight(self.embedding.weight))
         scores = self.output(hidden)
         values: Tensor = scores[0] if isinstance(scores, tuple) else scores
         return values

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from onstep.distributed.gathered_inputs import as_whole
 from onstep.distributed.tensor_regions import copied, joined
 
 IGNORE_INDEX = -100
@@ -42,7 +43,7 @@ class VocabularyShare:
         Args:
             hidden: the same on all ranks.
         """
-        return copied(hidden, self.group)
+        return as_whole(copied(hidden, self.group), hidden)
 
     def joined(self, logits: Tensor) -> Tensor:
         """The logits of all tokens, on all ranks. Collective.

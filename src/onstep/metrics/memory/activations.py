@@ -129,7 +129,7 @@ def _ends(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Storage, t
         return 0, 0, 0
     chunk = _chunk(cfg.model, vocabulary, tokens, _CHUNK if is_trained else _FROZEN_CHUNK)
     if chunk is None:  # logits, their log-softmax and its gradient
-        kept = storage.product * hidden if is_trained else 0
+        kept = storage.product * hidden // shape.sequence_parts if is_trained else 0
         return tokens * kept + 2 * FLOAT32, 3 * FLOAT32 * vocabulary * tokens, FLOAT32 * vocabulary * tokens
     gradients = storage.product * hidden * tokens + (FLOAT32 * vocabulary * hidden if is_trained else 0)
     return 0, gradients + (FLOAT32 + storage.product) * vocabulary * chunk, gradients
@@ -225,6 +225,8 @@ class _Layer:
         """What projections with a common input keep of it: autocast casts it for each of them."""
         product = self.storage.product
         if self.adapted is None:
+            if (parts := self.shape.sequence_parts) > 1:  # of which one cast is kept
+                return product * width // parts
             return product * width * (len(names) if self.storage.casts_inputs else 1)
         found = [name for name in names if name in self.adapted]
         size = product * width * (len(found) if self.storage.casts_inputs else min(1, len(found)))

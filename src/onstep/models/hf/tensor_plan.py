@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onstep.distributed.gathered_inputs import product
 from onstep.distributed.tensor_parallel import Part, TensorRanks, vocabulary_embedding
 from onstep.distributed.tensor_regions import copied, joined
 from onstep.models.hf.sequence_regions import SequenceRegions, regions_of
@@ -148,8 +149,7 @@ class _Parts:
 
 def _times(module: Any, x: Tensor) -> Tensor:
     """`Conv1D` of transformers, with as many outputs as its weight (inputs, outputs) has."""
-    out: Tensor = x @ module.weight
-    return out if module.bias is None else out + module.bias
+    return product(x, module.weight.t(), module.bias)
 
 
 def _times_own_heads(ranks: TensorRanks, module: Any, x: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _times_own_heads(ranks: TensorRanks, module: Any, x: Tensor) -> Tensor:
         by_kind = whole.view(*whole.shape[:-1], 3, -1)
         return by_kind.chunk(ranks.size, -1)[ranks.rank].flatten(-2)
 
-    return x @ own(module.weight) + own(module.bias)
+    return product(x, own(module.weight).t(), own(module.bias))
 
 
 def _of_experts(ranks: TensorRanks, module: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:

@@ -16,9 +16,7 @@ from onstep.distributed.pipeline.seats import seats_of_rank
 from onstep.distributed.tensor_parallel import TensorRanks
 from onstep.metrics import estimate_training_memory, format_training_memory_estimate
 from onstep.metrics.memory import activations
-from onstep.metrics.memory.estimate import estimates_of_stages
-from onstep.metrics.memory.storage import Storage
-from onstep.metrics.model_shape import ModelShape
+from onstep.metrics.memory.estimate import rank_estimates
 from onstep.models import Transformer, build_transformer, transformer, vocabulary_loss
 from onstep.models.offloading import OffloadedActivations
 from onstep.models.stages import TransformerStage, cut
@@ -331,9 +329,7 @@ def test_each_rank_of_a_pipeline_holds_its_stages_and_the_micro_batches_in_fligh
     config.train.global_batch_size = 8
     parallel = config.parallel
     parallel.pipeline_model_parallel_size, parallel.pipeline_schedule = 2, name
-    shape = ModelShape.of(config.model)
-    assert shape is not None
-    estimates = estimates_of_stages(config, shape, Storage.of(config, "cpu"), 1)
+    estimates = rank_estimates(config, device="cpu")
     sizes = ParallelSizes(pp=2)
     for rank, (estimate, times) in enumerate(zip(estimates, held, strict=True)):
         stages = cut(build_transformer(config.model, seed=0), seats_of_rank(parallel, 4, sizes, rank))

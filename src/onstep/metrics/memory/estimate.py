@@ -99,30 +99,33 @@ def estimate_training_memory(cfg: Any, *, device: str | None = None, ranks: int 
     shape = ModelShape.of(cfg.model)
     if shape is None:
         return None
-    storage, whole = Storage.of(cfg, device), WeightCounts.of(shape, getattr(cfg, "peft", None))
-    tensor_ranks = cfg.parallel.tensor_model_parallel_size
-    if tensor_ranks > 1:
-        shape = shape.of_rank(tensor_ranks, divides_sequences=cfg.parallel.sequence_parallel)
-    if cfg.parallel.pipeline_model_parallel_size > 1:
-        found = max(estimates_of_stages(cfg, shape, storage, ranks), key=lambda one: one.total)
-    else:
-        counts, needs = _needs_of(cfg, shape, storage)
-        found = estimate_of(cfg, counts, storage, needs, ranks)
+    whole = WeightCounts.of(shape, getattr(cfg, "peft", None))
+    found = max(rank_estimates(cfg, device=device, ranks=ranks), key=lambda one: one.total)
     return replace(found, num_parameters=whole.total, num_trainable=whole.trained)
 
 
-def estimates_of_stages(cfg: Any, shape: ModelShape, storage: Storage, ranks: int) -> list[MemoryEstimate]:
-    """The estimate of each rank of a pipeline.
+def rank_estimates(cfg: Any, *, device: str | None = None, ranks: int = 1) -> list[MemoryEstimate]:
+    """The estimate of each rank of a pipeline, whose parameters are its own; one without a pipeline.
 
     Those of their activations are for stages of equal sizes, and of schedules with gradients of inputs and of weights
     apart from each other, they include what is freed between the two.
 
     Args:
-        cfg: the configuration of the run.
-        shape: of all layers.
-        storage: the bytes of each weight.
+        cfg: the configuration of the run, of a model with a known formula.
+        device: as for `estimate_training_memory`.
         ranks: number of data-parallel ranks that share a global batch.
     """
+    shape, storage, size = ModelShape.of(cfg.model), Storage.of(cfg, device), cfg.parallel.tensor_model_parallel_size
+    assert shape is not None
+    if size > 1:
+        shape = shape.of_rank(size, divides_sequences=cfg.parallel.sequence_parallel)
+    if cfg.parallel.pipeline_model_parallel_size > 1:
+        return _of_stages(cfg, shape, storage, ranks)
+    counts, needs = _needs_of(cfg, shape, storage)
+    return [estimate_of(cfg, counts, storage, needs, ranks)]
+
+
+def _of_stages(cfg: Any, shape: ModelShape, storage: Storage, ranks: int) -> list[MemoryEstimate]:
     layers, schedule = layers_of_stages(cfg.parallel, shape.num_layers), schedule_of(cfg.parallel)
     size, stages = cfg.parallel.pipeline_model_parallel_size, stages_per_rank(cfg.parallel)
     micro, batch = cfg.train.micro_batch_size or 1, cfg.train.global_batch_size

@@ -23,7 +23,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._times: Counter[int] = Counter()
         super().__init__(lambda one: _Saved(one, self), lambda saved: saved.tensor)
 
-    def __enter__(self) -> SavedBytes:
+    def __enter__(self) -> SavedBytes:  # type: ignore[override]
         """Begin to count."""
         super().__enter__()
         return self

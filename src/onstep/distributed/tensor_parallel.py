@@ -166,8 +166,9 @@ class LocalForward:
 
     def __init__(self, module: nn.Module, part: Part) -> None:
         self.module, self.part = module, part
-        forward = part.forward or (_multiplied if type(module).forward is nn.Linear.forward else type(module).forward)
-        self._forward = partial(forward, module)
+        multiplies = type(module).forward is nn.Linear.forward
+        forward: Callable[..., Any] = part.forward or (_multiplied if multiplies else type(module).forward)
+        self._forward: Callable[..., Any] = partial(forward, module)
         if part.forward is None and "forward" in vars(module):
             self._forward = vars(module)["forward"]
 

@@ -110,6 +110,24 @@ time.sleep(60)
     assert said == [f"{first}-0/rank-0.out; restart 1 of 1", f"{first}-1/rank-0.out"]
 
 
+def test_the_rank_that_ranks_agree_on_is_named_although_another_ended_first(launcher: Launcher) -> None:
+    code, _, err = launcher.run(
+        """
+from onstep.launch.failures import note_first_failure
+if rank == 1:
+    wait_for(ready)
+    time.sleep(60)
+note_first_failure(1, "rank 1, pp 1: no embedding", is_own=False, is_refusal=True)
+ready.touch()
+raise ValueError("a consequence")
+""",
+        "--max-restarts=3",
+    )
+    assert code == 1
+    [said] = [line for line in err if line.startswith("onstep launch: ")]
+    assert re.match(r"onstep launch: rank 1 failed first: exit code 1 \(rank 1, pp 1: no embedding\); .*rank-1", said)
+
+
 REFUSING = {
     "a command": "from onstep.cli.main import main; sys.exit(main(['train', 'nosuchrecipe']))",
     "a script": "from onstep.errors import ConfigError; raise ConfigError('nosuchrecipe is no value')",

@@ -57,9 +57,26 @@ def note_refusal(text: str) -> None:
     Args:
         text: what is wrong, which `torchrun` shows in its report.
     """
+    _note({"message": text, "timestamp": int(time.time()), "is_refusal": True})
+
+
+def note_first_failure(rank: int, text: str, *, is_own: bool, is_refusal: bool) -> None:
+    """Tell the agent that has started this process as a rank, if one has, which rank has failed first.
+
+    Args:
+        rank: the rank.
+        text: how it has failed, which `torchrun` shows in its report.
+        is_own: whether it is the rank of this process; `torchrun` names the one with the earliest time.
+        is_refusal: whether it has refused its configuration.
+    """
+    later = 0 if is_own else 60
+    _note({"message": text, "timestamp": int(time.time()) + later, "first": rank, "is_refusal": is_refusal})
+
+
+def _note(content: dict[str, Any]) -> None:
     if path := os.environ.get(_NOTE):
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time()), "is_refusal": True}))
+            Path(path).write_text(json.dumps(content))
 
 
 def first_failure(
@@ -67,32 +84,41 @@ def first_failure(
 ) -> Failure:
     """The rank that failed first, of those that were seen to have failed at the same time.
 
-    Others fail because it is gone: a signal comes before an exit code, and an older last line before a newer one.
+    It is the rank that ranks have agreed on, if they have. Otherwise, others fail because it is gone: a signal comes
+    before an exit code, and an older last line before a newer one.
 
     Args:
         codes: the exit codes of failed ranks.
         outputs: the files with standard output of ranks; "" for the terminal.
         errors: the same of standard error.
-        notes: the files that `note_refusal` writes.
+        notes: the files that `note_refusal` and `note_first_failure` write.
     """
+    said = [_content(path) for path in notes.values()]
+    agreed_on = next((one for one in said if one.get("first") in errors), None)
 
     def order(rank: int) -> tuple[bool, bool, float, int]:
         code, path = codes[rank], errors.get(rank, "")
         written = os.path.getmtime(path) if path and os.path.exists(path) else 0.0
         return code == _CLOSED_BY_LAUNCH, code >= 0, written, rank
 
-    rank = min(codes, key=order)
-    error = "" if codes[rank] in _FROM_OUTSIDE else last_line(errors.get(rank, ""))
-    is_refusal = error.startswith(_UNCAUGHT_REFUSALS) or _is_refusal(notes.get(rank, ""))
-    return Failure(rank, codes[rank], error, (errors if error else outputs).get(rank, ""), is_refusal=is_refusal)
+    first = min(codes, key=order)
+    rank = first if agreed_on is None else agreed_on["first"]
+    code = codes.get(rank, codes[first])
+    error = "" if code in _FROM_OUTSIDE else last_line(errors.get(rank, ""))
+    note = agreed_on or _content(notes.get(rank, ""))
+    is_refusal = error.startswith(_UNCAUGHT_REFUSALS) or bool(note.get("is_refusal"))
+    if agreed_on is not None and code not in _FROM_OUTSIDE:
+        error = str(agreed_on["message"])
+    return Failure(rank, code, error, (errors if error else outputs).get(rank, ""), is_refusal=is_refusal)
 
 
-def _is_refusal(path: str) -> bool:
-    """Whether a file is one of `note_refusal`; others may be torch's own."""
+def _content(path: str) -> dict[str, Any]:
+    """What a rank has noted; others than Onstep's may be torch's own."""
     try:
-        return bool(json.loads(Path(path).read_text()).get("is_refusal"))
-    except (OSError, ValueError, AttributeError):
-        return False
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def agreed(own: Failure, store: Any, host: str) -> Failure:

@@ -40,6 +40,8 @@ class FailureDiagnosis:
     """The diagnosis in one line, once all ranks are to act on it."""
     reporter: int = 0
     """The rank that then writes the report."""
+    refusal: str = ""
+    """What all ranks raise, if the rank has refused its configuration or what it was given; no report is written."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,9 @@ def decide_on(
     diagnosis: FailureDiagnosis, one: RankReport, reporter: int, place: Callable[[int], str] = "rank {}".format
 ) -> FailureDiagnosis:
     """The diagnosis that all ranks act on, given the record of the rank that it names; `place` names a rank."""
-    return replace(diagnosis, line=first_line(diagnosis, one, place(diagnosis.rank)), reporter=reporter)
+    who, failure = place(diagnosis.rank), one.failure
+    refusal = f"{who}: {' '.join(failure.text.split())}" if failure is not None and failure.is_refusal else ""
+    return replace(diagnosis, line=first_line(diagnosis, one, who), reporter=reporter, refusal=refusal)
 
 
 def report(

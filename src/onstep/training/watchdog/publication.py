@@ -9,7 +9,8 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from onstep.errors import OnstepError
+from onstep.errors import ConfigError, OnstepError, RankFailedError
+from onstep.launch.failures import note_first_failure
 from onstep.training.run import Run
 from onstep.training.watchdog.diagnosis import FailureDiagnosis
 
@@ -32,6 +33,25 @@ def record_failure(run: Run, decision: FailureDiagnosis) -> None:
     if run.run_dir is not None:
         with suppress(OSError, OnstepError):
             run.run_dir.finish("failed", run.train_state.step, decision.line)
+
+
+def note_for_launcher(decision: FailureDiagnosis, *, is_cause: bool) -> None:
+    """Let the launcher of this rank name the rank that has failed first, and why.
+
+    Args:
+        decision: what all ranks act on.
+        is_cause: whether it names this rank.
+    """
+    note_first_failure(
+        decision.rank, decision.refusal or decision.line, is_own=is_cause, is_refusal=bool(decision.refusal)
+    )
+
+
+def say_end(decision: FailureDiagnosis) -> None:
+    """Print the error of a rank that ends because another has failed, where it cannot be raised."""
+    kind, text = (ConfigError, decision.refusal) if decision.refusal else (RankFailedError, decision.line)
+    with suppress(OSError):
+        os.write(2, f"{kind.__module__}.{kind.__qualname__}: {text}\n".encode())
 
 
 def announcing_end(watch: Callable[[], None]) -> Callable[[], None]:

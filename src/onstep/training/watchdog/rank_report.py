@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onstep.errors import text_of
+from onstep.errors import ConfigError, text_of
 from onstep.processes.heartbeat import ENDING, HEARTBEAT, Called
 from onstep.training.run import Run
 from onstep.training.runs.signals import Interrupts
@@ -42,6 +42,8 @@ class Failure:
     traceback: str
     is_consequence: bool = False
     """It only indicates that another rank is gone, as "connection closed by peer" does."""
+    is_refusal: bool = False
+    """It says in one line what is configured or called wrong; stacks add nothing."""
 
 
 @dataclass
@@ -241,7 +243,8 @@ class RankObserver:
     def fail(self, error: BaseException) -> None:
         """Record where this rank is and why it fails."""
         text = "".join(traceback.format_exception(error))
-        failure = Failure(0, type(error).__name__, text_of(error), text, is_consequence(error))
+        is_refusal = isinstance(error, ConfigError)
+        failure = Failure(0, type(error).__name__, text_of(error), text, is_consequence(error), is_refusal)
         self._last = replace(self._at(error), failure=failure)
 
     def leave(self, leaving: SystemExit) -> None:

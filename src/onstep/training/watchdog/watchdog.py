@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from onstep.errors import RankFailedError
+from onstep.errors import ConfigError, RankFailedError
 from onstep.processes.heartbeat import HEARTBEAT
 from onstep.training.compute.step import Step
 from onstep.training.feature import Feature, Interruption
@@ -41,8 +41,8 @@ from onstep.training.watchdog.diagnosis import (
 )
 from onstep.training.watchdog.exchange import KNOWING_SECONDS, LEAVING_SECONDS, LINGER_SECONDS, RankExchange
 from onstep.training.watchdog.gathers import gather_hint
-from onstep.training.watchdog.publication import announcing_end, publish, record_failure
-from onstep.training.watchdog.rank_report import RankObserver, RankReport
+from onstep.training.watchdog.publication import announcing_end, note_for_launcher, publish, record_failure, say_end
+from onstep.training.watchdog.rank_report import RankObserver, RankReport, is_consequence
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,9 @@ class Watching(Feature[Run]):
             self._me.leave(leaving)
             raise
         except BaseException as error:
-            self._wait_for_report(error)
+            refusal = self._wait_for_report(error)
+            if refusal:
+                raise ConfigError(refusal) from None
             raise
         else:
             self._wait_for_others()
@@ -182,15 +184,23 @@ class Watching(Feature[Run]):
             if work == "score":
                 HEARTBEAT.activity = before
 
-    def _wait_for_report(self, error: BaseException) -> None:
-        """Keep this rank, whose error ends the run, from exiting before the report: its end would end the others."""
+    def _wait_for_report(self, error: BaseException) -> str:
+        """Keep this rank, whose error ends the run, from exiting before the report: its end would end the others.
+
+        Returns:
+            What it raises instead, if another rank has refused what it was given; "" for its own error.
+        """
         if self._rank_exchange is None:
-            return
+            return ""
         self.failing(error)
         self._released.wait(REPORT_SECONDS + STACKS_SECONDS + GRACE_SECONDS)
         decision = self._rank_exchange.decision
-        if decision is not None and decision.rank != self.host.world.rank and decision.kind != "alike":
-            error.add_note(f"a consequence of this: {decision.line}")
+        if decision is None or decision.rank == self.host.world.rank or decision.kind == "alike":
+            return ""
+        if decision.refusal and (isinstance(error, ConfigError) or is_consequence(error)):
+            return decision.refusal
+        error.add_note(f"a consequence of this: {decision.line}")
+        return ""
 
     def _wait_for_others(self) -> None:
         """Keep this rank, which has reached the end, until all have: one that fails there ends the run as failed.
@@ -345,15 +355,24 @@ class Watching(Feature[Run]):
         self.host.ending.first_failure = decision.line
         if found.reporter == record.rank:
             self._write(decision, rank_reports, {record.rank: stacks}, hint)
-        self._release_and_end(is_cause=found.rank == record.rank)
+        self._release_and_end(decision)
 
     def _carry_out(self, exchange: RankExchange, decision: FailureDiagnosis) -> None:
-        """Act on the diagnosis: provide the stacks, report if this rank is the reporter, and end."""
+        """Act on the diagnosis: provide the stacks, report if this rank is the reporter, and end.
+
+        Of a refusal, all ranks say the same line instead.
+        """
         if decision.kind in ("alike", "left"):  # these ranks raise as they would without a watchdog
             self._release_after_exit(decision)
             return
         self.host.ending.first_failure = decision.line
         exchange.is_urgent = True
+        if decision.refusal:
+            exchange.hurry()
+            if decision.reporter == self.host.world.rank:
+                record_failure(self.host, decision)
+            self._release_and_end(decision)
+            return
         exchange.stacks = self._own_stacks()
         exchange.wants_stacks = decision.reporter == self.host.world.rank
         exchange.hurry()
@@ -362,7 +381,7 @@ class Watching(Feature[Run]):
         deadline = time.monotonic() + REPORT_SECONDS
         while not exchange.is_reported and time.monotonic() < deadline and self._is_answered(exchange):
             time.sleep(0.02)
-        self._release_and_end(is_cause=decision.rank == self.host.world.rank)
+        self._release_and_end(decision)
 
     def _release_after_exit(self, decision: FailureDiagnosis) -> None:
         """Let the ranks end by themselves; where one of them has exited, the record of the run names it."""
@@ -401,8 +420,10 @@ class Watching(Feature[Run]):
         """Whether a rank runs on this machine, where its process can be inspected and ended."""
         return one.host == self._me.base.host != ""
 
-    def _release_and_end(self, *, is_cause: bool) -> None:
+    def _release_and_end(self, decision: FailureDiagnosis) -> None:
         """Release the main thread, and end the process if it has not exited within its grace period."""
+        is_cause = decision.rank == self.host.world.rank
+        note_for_launcher(decision, is_cause=is_cause)
         self._released.set()
         grace = FAILING_GRACE_SECONDS if self._me.has_failed else GRACE_SECONDS
         if is_cause and not self._me.has_failed:  # all it can do is let the others see that the report is written
@@ -410,6 +431,8 @@ class Watching(Feature[Run]):
         if self._stopping.wait(grace):
             return
         self._me.dump.remove()
+        if not is_cause:
+            say_end(decision)
         rank_stacks.end_own_process()
 
     def _write(

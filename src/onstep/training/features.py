@@ -27,6 +27,7 @@ from onstep.training.lifecycle.save_copies import SaveCopies
 from onstep.training.lifecycle.signal_handling import DataTimeoutGuard, SignalHandling
 from onstep.training.model_parallel.agreement import ModelParallelAgreement
 from onstep.training.model_parallel.model_parallel import ForwardPreHooks
+from onstep.training.model_parallel.same_tokens import SameTokens
 from onstep.training.profiling.attention_logits import AttentionLogits
 from onstep.training.profiling.instruments import DeviceSync, Energy, IntervalTime, NvtxRanges, Profilers, StepTimers
 from onstep.training.profiling.memory import ManualGarbageCollection, MemoryHistory, MemoryRelease
@@ -82,6 +83,7 @@ TRAINING: tuple[type[Feature[Job]], ...] = (
     Experts,  # inside it: every run of the step restarts the counts
     AttentionLogits,
     CudaGraphs,  # innermost around forward and backward: every run of the step marks its passes
+    SameTokens,  # before an update
     ModelParallelAgreement,
     BridgeLog,  # after the gate: sees what was applied
     TrajectoryHash,

@@ -73,6 +73,10 @@ class CallbackError(ConfigError, TypeError):
     """A callback or handler that cannot be called as it is; also a TypeError, as a wrong argument of a function is."""
 
 
+class OtherStageError(ConfigError, AttributeError):
+    """Code on a stage of a pipeline that reads what another one has; also an AttributeError, as of a missing module."""
+
+
 class LossError(ConfigError, TypeError):
     """The result of a loss function that has none of the documented forms; also a TypeError."""
 

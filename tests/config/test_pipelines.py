@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from onstep.config import ConfigContainer, ParallelConfig, from_dict, validate
+from onstep.config.checks import idle_settings
 from onstep.config.pipelines import SCHEDULES, layers_of_stages, schedule_of, stages_of_rank
 from onstep.errors import ConfigError
 from tests.support.schedule_orders import FORWARD, FULL, WEIGHT, most_at_once, orders_of
@@ -60,6 +61,18 @@ def test_a_schedule_has_the_names_of_torch_and_a_default(values: dict[str, Any],
 def test_a_schedule_that_does_not_run_the_stages_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         schedule_of(parallel(**values))
+
+
+def test_a_schedule_that_does_not_exist_is_refused_without_a_pipeline_too() -> None:
+    with pytest.raises(ConfigError, match=r"pipeline_schedule must be one of GPipe, .*, got '1F1C'"):
+        validate(config_with(ranks=1, parallel__pipeline_schedule="1F1C"), 1)
+    config = config_with(ranks=1, parallel__pipeline_schedule="GPipe", parallel__pipeline_model_parallel_layout=[4])
+    validate(config, 1)
+    pipeline = "parallel.pipeline_model_parallel_size other than 1"
+    assert dict(idle_settings(config))[pipeline] == [
+        "parallel.pipeline_schedule=GPipe",
+        "parallel.pipeline_model_parallel_layout=[4]",
+    ]
 
 
 def test_stages_go_round_the_ranks_or_back_again_in_a_v() -> None:

@@ -26,8 +26,7 @@ def model_of(kind: str, **changed: Any) -> Any:
 
 
 def stages_of(model: Any) -> list[Any]:
-    layers = [range(1), range(1, 2), range(2, 3)]
-    return cut(model, [Seat(place, 3, of_stage) for place, of_stage in enumerate(layers)])
+    return cut(model, [Seat(stage, (range(1), range(1, 2), range(2, 3))) for stage in range(3)])
 
 
 def through(stages: list[Any], **inputs: Tensor) -> Any:
@@ -78,6 +77,26 @@ def test_what_is_on_other_ranks_is_freed() -> None:
 def test_a_stage_without_the_hidden_states_of_the_one_before_says_so() -> None:
     with pytest.raises(ConfigError, match=r"^stage 1 of a pipeline has no input"):
         stages_of(model_of("llama"))[1](input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_what_is_on_another_stage_is_named_with_it() -> None:
+    first, middle, last = stages_of(model_of("llama"))
+    for stage, read, said in [
+        (
+            last,
+            lambda: last.get_input_embeddings().weight,
+            "2 of a pipeline has no model.embed_tokens.weight, which is on stage 0",
+        ),
+        (
+            middle,
+            lambda: middle.model.layers[2].mlp,
+            "1 of a pipeline has no model.layers.2.mlp, which is on stage 2: ",
+        ),
+        (first, lambda: first.lm_head.weight, "0 of a pipeline has no lm_head.weight, which is on stage 2: "),
+    ]:
+        with pytest.raises(ConfigError, match=f"^stage {said}"):
+            read()
+        assert stage.pipeline_seat.stage == int(said[0])
 
 
 @pytest.mark.parametrize(

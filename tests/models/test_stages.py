@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ def whole_of(**options: Any) -> Transformer:
 
 def seats(*counts: int) -> list[Seat]:
     starts = [sum(counts[:number]) for number in range(len(counts))]
-    return [Seat(n, len(counts), range(at, at + size)) for n, (at, size) in enumerate(zip(starts, counts, strict=True))]
+    stages = tuple(range(at, at + size) for at, size in zip(starts, counts, strict=True))
+    return [Seat(stage, stages) for stage in range(len(counts))]
 
 
 @pytest.mark.parametrize("options", [{}, GPT2, {"share_embeddings_and_output_weights": True}])
@@ -82,7 +84,7 @@ def test_a_stage_knows_its_seat_and_does_not_generate_by_itself() -> None:
     assert not is_staged([whole])
     [stage] = cut(whole, seats(2, 2)[1:])
     assert isinstance(stage, TransformerStage)
-    assert seat_of(stage) == Seat(1, 2, range(2, 4))
+    assert seat_of(stage) == Seat(1, (range(2), range(2, 4)))
     assert is_staged([stage])
     assert [name.split(".")[1] for name, _ in stage.named_parameters() if name.startswith("layers.")][:1] == ["2"]
     with pytest.raises(
@@ -91,6 +93,34 @@ def test_a_stage_knows_its_seat_and_does_not_generate_by_itself() -> None:
         stage(torch.zeros(1, 1, dtype=torch.int64), cache=object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"stage 1 of a pipeline has no input"):
         stage(torch.zeros(1, 1, dtype=torch.int64))
+
+
+READS: dict[str, Callable[[Any], object]] = {
+    "embedding": lambda stage: stage.embedding.weight,
+    "position_embedding": lambda stage: stage.position_embedding.weight,
+    "layers.0": lambda stage: stage.layers[0],
+    "layers.1": lambda stage: stage.layers[1:3],
+    "layers.1.attention": lambda stage: stage.get_parameter("layers.1.attention.query.weight"),
+    "output_layer": lambda stage: stage.output_layer.weight,
+    "final_norm": lambda stage: stage.final_norm.weight,
+    "mtp": lambda stage: stage.mtp.depths,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_on_another_stage_is_named_with_it(name: str) -> None:
+    options = {"position_embedding_type": "learned_absolute"} if "position" in name else {"mtp_num_layers": 1}
+    whole = whole_of(**(options if name in ("position_embedding", "mtp") else {}))
+    first, middle, last = (cut(whole, [seat])[0] for seat in seats(1, 2, 1))
+    owner = 0 if "embedding" in name or name == "layers.0" else 1 if name.startswith("layers.1") else 2
+    without = middle if owner != 1 else last
+    with pytest.raises(
+        ConfigError, match=rf"^stage {without.pipeline_seat.stage} of a pipeline has no {name}\b.* {owner}:"
+    ):
+        READS[name](without)
+    assert not hasattr(middle, "embedding")
+    READS[name]((first, middle, last)[owner])
+    assert last.layers[-1] is last.layers[3] is whole.layers[3]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -115,7 +115,7 @@ def test_the_stages_of_a_rank_get_the_values_of_one_process_and_the_rest_of_the_
     tied = ModelConfig(**{**SIZES, "num_layers": 4, "share_embeddings_and_output_weights": True})
     whole, weights = outline_of(ConfigContainer(model=tied), World(), None)
     assert isinstance(whole, Transformer)
-    stages = cut(whole, [Seat(stage, 4, range(stage, stage + 1)) for stage in own])
+    stages = cut(whole, [Seat(stage, tuple(range(n, n + 1) for n in range(4))) for stage in own])
     Filling(stages, weights).fill(CPU)
     expected = dict(build_transformer(tied, seed=ConfigContainer().rng.seed).named_parameters())
     here = {name: one for stage in stages for name, one in stage.named_parameters()}

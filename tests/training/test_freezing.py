@@ -103,7 +103,7 @@ def test_stages_of_a_pipeline_that_are_frozen_on_a_rank_are_refused_by_their_lay
     whole = build_transformer(ModelConfig(**{**SIZES, "num_layers": 4}), seed=0)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad_(name == "layers.1.attention_norm.weight")
-    first, second = (cut(whole, [Seat(number, 2, layers)]) for number, layers in enumerate((range(2), range(2, 4))))
+    first, second = (cut(whole, [Seat(number, (range(2), range(2, 4)))]) for number in range(2))
     check_stages([whole])
     check_stages(first)
     with pytest.raises(ConfigError, match="this rank of a pipeline, those of layers 2, 3, are frozen, but each rank"):

@@ -92,11 +92,8 @@ def schedule_of(parallel: ParallelConfig) -> Schedule:
     virtual, name = parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_schedule
     if name is None:
         name = "1F1B" if virtual in (None, 1) else "Interleaved1F1B"
-    found = {one.lower(): one for one in SCHEDULES}.get(name.lower().removeprefix("schedule"))
-    if found is None:
-        hint = nearest(name, list(SCHEDULES))
-        raise ConfigError(f"{_KEY} must be one of {', '.join(SCHEDULES)}, got {name!r}.{hint}")
-    schedule = SCHEDULES[found]
+    schedule = schedule_named(name)
+    found = schedule.name
     if schedule.chunks == "one" and virtual not in (None, 1):
         raise ConfigError(
             f"{_KEY}={found} has one stage on each rank, but {_VIRTUAL}={virtual}; set it to null, or the schedule to "
@@ -107,6 +104,19 @@ def schedule_of(parallel: ParallelConfig) -> Schedule:
     if schedule.chunks == "two" and virtual not in (None, 2):
         raise ConfigError(f"{_KEY}={found} has two stages on each rank, but {_VIRTUAL}={virtual}; set it to 2.")
     return schedule
+
+
+def schedule_named(name: str) -> Schedule:
+    """The schedule of a name of torch.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    found = {one.lower(): one for one in SCHEDULES}.get(name.lower().removeprefix("schedule"))
+    if found is None:
+        hint = nearest(name, list(SCHEDULES))
+        raise ConfigError(f"{_KEY} must be one of {', '.join(SCHEDULES)}, got {name!r}.{hint}")
+    return SCHEDULES[found]
 
 
 def stages_per_rank(parallel: ParallelConfig) -> int:

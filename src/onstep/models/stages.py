@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onstep.config import ModelConfig
-from onstep.distributed.pipeline.seats import Seat
+from onstep.distributed.pipeline.seats import Seat, other_stage_of
 from onstep.distributed.pipeline.whole import WholePipeline
 from onstep.errors import ConfigError
 from onstep.models.layers.sequence_context import (
@@ -47,23 +48,70 @@ class TransformerStage(Transformer):
         uses = has_embedding_at_both_ends(whole.config) and seat.is_last and not seat.is_first
         self.copies_embedding = uses and embedding is None
         """Whether its embedding is a copy of that of the first stage, which is on another rank and counts it."""
+        last = seat.num_stages - 1
+        self.elsewhere: dict[str, int] = {
+            f"layers.{index}": stage
+            for stage, layers in enumerate(seat.stages)
+            for index in layers
+            if stage != seat.stage
+        }
+        """The modules of other stages, each with its stage."""
         if seat.is_first or uses:
             self.embedding = whole.embedding if embedding is None else embedding
+        else:
+            self.elsewhere["embedding"] = 0
         if self.copies_embedding:
             self.embedding.weight.shared = True  # type: ignore[attr-defined]
-        self.position_embedding = whole.position_embedding if seat.is_first else None
+        self._take(whole, "position_embedding", 0)
         self.dropout, self.rotary = whole.dropout, whole.rotary
         self.stream = _stream_of(whole, seat)
-        self.layers = nn.ModuleList()
-        for index in seat.layers:
-            self.layers.add_module(str(index), whole.layers[index])
-        self.final_norm = whole.final_norm if seat.is_last else nn.Identity()
-        self.mtp, self.vocabulary = whole.mtp if seat.is_last else None, None
+        self.layers = StageLayers(whole.layers, seat)
+        for name in ("final_norm", "mtp", "output"):
+            self._take(whole, name, last)
+        self.vocabulary = None
         self.whole_shapes = {name: tuple(one.shape) for name, one in whole.state_dict().items()}
         """The shapes of all weights of the model, in its order."""
         self.aliases: dict[str, str] = {}
         """The names of weights that have another name, too, each with that."""
-        self.output = whole.output if seat.is_last else None
+
+    def _take(self, whole: Transformer, name: str, stage: int) -> None:
+        """Use a module that one stage alone has, where this is that stage."""
+        module = getattr(whole, name)
+        if module is None or stage == self.pipeline_seat.stage:
+            setattr(self, name, module)
+        else:
+            self.elsewhere[name] = stage
+
+    def __getattr__(self, name: str) -> Any:
+        """A module, by torch.
+
+        Args:
+            name: of an attribute that the object does not have.
+
+        Raises:
+            OtherStageError: for one that is on another stage.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            stage = self.__dict__.get("elsewhere", {}).get("output" if name == "output_layer" else name)
+            if stage is None:
+                raise
+        raise self.pipeline_seat.lacks(name, stage)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """See torch.
+
+        Args:
+            target: the name of a module.
+
+        Raises:
+            OtherStageError: for one that is on another stage.
+        """
+        stage = other_stage_of(self, target)
+        if stage is not None:
+            raise self.pipeline_seat.lacks(target, stage)
+        return super().get_submodule(target)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Set what the stage before has computed, (batch, seq, hidden), for the next call.
@@ -72,6 +120,11 @@ class TransformerStage(Transformer):
             input_tensor: the hidden states, or as in Megatron a list of them alone; None for tokens to be embedded.
         """
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    @property
+    def has_value_head(self) -> bool:
+        """False: a model with such a head is not cut."""
+        return False
 
     @property
     def hidden_size(self) -> int:
@@ -164,8 +217,7 @@ class TransformerStage(Transformer):
                 x = self._embedded(tokens, context.cache, position_ids)
             for index, layer in zip(self.pipeline_seat.layers, self.layers, strict=True):
                 x = self._run_layer(layer, x, context, index)
-        normed: Tensor = self.final_norm(x)
-        return normed
+        return self.final_norm(x) if self.pipeline_seat.is_last else x  # type: ignore[no-any-return]
 
     def num_parameters(self, trainable_only: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters of this stage, without an embedding that the first stage counts.
@@ -181,6 +233,36 @@ class TransformerStage(Transformer):
             and not (self.copies_embedding and name == "embedding.weight")
             and not (exclude_embeddings and "embedding." in name)
         )
+
+
+class StageLayers(nn.ModuleList):
+    """The layers of a stage, which are found by their numbers in the whole model.
+
+    Args:
+        layers: those of the whole model.
+        seat: which stage it is.
+    """
+
+    def __init__(self, layers: nn.ModuleList, seat: Seat) -> None:
+        super().__init__()
+        self.seat = seat
+        for index in seat.layers:
+            self.add_module(str(index), layers[index])
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """A layer of the whole model, or a list of several.
+
+        Args:
+            index: as in the list of all layers.
+
+        Raises:
+            OtherStageError: for a layer that is on another stage.
+        """
+        found = range(self.seat.num_layers)[index]
+        for one in [found] if isinstance(found, int) else found:
+            if one not in self.seat.layers:
+                raise self.seat.lacks(f"layers.{one}", self.seat.stage_of(one))
+        return self._modules[str(found)] if isinstance(found, int) else [self._modules[str(one)] for one in found]
 
 
 def has_embedding_at_both_ends(config: ModelConfig) -> bool:

@@ -51,7 +51,8 @@ def plan_of(model: Transformer, ranks: TensorRanks) -> dict[str, Part]:
     plan = {}
     if seat is None or seat.is_last:
         plan["final_norm"] = replace(layers.norm, after=ranks.whole)
-    if model.position_embedding is None:
+    position_embedding, mtp, output = (getattr(model, name, None) for name in ("position_embedding", "mtp", "output"))
+    if position_embedding is None:
         plan["embedding"] = vocabulary_embedding(ranks, ranks.leave)
         plan["dropout"] = layers.dropout
     else:  # positions are added to whole sequences
@@ -61,11 +62,11 @@ def plan_of(model: Transformer, ranks: TensorRanks) -> dict[str, Part]:
     for index, layer in model.layers.named_children():
         if isinstance(layer, Layer):
             plan |= layers.of_layer(f"layers.{index}", layer)
-    for number, depth in enumerate(() if model.mtp is None else model.mtp.depths):
+    for number, depth in enumerate(() if mtp is None else mtp.depths):
         plan |= layers.of_depth(f"mtp.depths.{number}", depth)
-    if isinstance(model.output, LinearForLastLayer):
+    if isinstance(output, LinearForLastLayer):
         plan["output"] = Part()
-    elif model.output is not None:
+    elif output is not None:
         plan["output"] = column()
     return plan
 

@@ -115,12 +115,27 @@ def _absent(data_iterator: Any, model: nn.Module) -> Any:
     return torch.zeros((), requires_grad=True), lambda loss: loss
 
 
+def _reading(data_iterator: Any, model: nn.Module) -> Any:
+    output, mean = _mean_in_the_loss_function(data_iterator, model)
+    penalized = "layers.0.attention.key.weight"
+    return output, lambda logits: mean(logits) + dict(model.named_parameters())[penalized].square().sum()
+
+
+def _uneven(data_iterator: Any, model: nn.Module) -> Any:
+    """Calls each stage with tokens of its own."""
+    batch = next(data_iterator)
+    changed = {**batch, "tokens": batch["tokens"].roll(int(os.environ["RANK"]), 0)}
+    return _mean_in_the_loss_function(iter([changed]), model)
+
+
 STEPS: dict[str, Callable[..., Any]] = {
     "sum": _loss_in_the_step,
     "mean": _mean_in_the_loss_function,
     "deaf": _deaf,
     "cut": _cut,
     "absent": _absent,
+    "reading": _reading,
+    "uneven": _uneven,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from onstep.config.checks.tensor import check_tensor
 from onstep.config.container import ConfigContainer
 from onstep.config.later_parts import LATER_PARTS
-from onstep.config.pipelines import layers_of_stages, schedule_of
+from onstep.config.pipelines import layers_of_stages, schedule_named, schedule_of
 from onstep.config.sections.optimizer import OF_PACKAGES
 from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
@@ -47,6 +47,8 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
     """Refuse what a pipeline cannot do, and layers or micro-batches that do not fit it."""
     parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
     if pp == 1:
+        if parallel.pipeline_schedule is not None:
+            schedule_named(parallel.pipeline_schedule)  # one without effect is named when the run begins
         return
     schedule = schedule_of(parallel)
     where = f"parallel.pipeline_model_parallel_size={pp}, schedule {schedule.name}"

@@ -149,23 +149,41 @@ class _Input:
         return self.tensor
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a module is: its name in the whole model, the stage that has it, and the one that does not."""
+
+    name: str
+    stage: int
+    seat: Seat
+
+
 class _Elsewhere(nn.Module):
     """In the place of a module that is on another stage, with its attributes, and without its weights."""
 
-    def __init__(self, whole: nn.Module) -> None:
+    def __init__(self, whole: nn.Module, place: _Place) -> None:
         super().__init__()
         self.training = whole.training
         for name, value in vars(whole).items():
             if name != "forward" and name not in vars(self):
                 setattr(self, name, value)
-        self.kind = type(whole).__name__
+        self.kind, self.place = type(whole).__name__, place
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            place = self.__dict__.get("place")
+            if place is None or name.startswith("__"):
+                raise
+        raise place.seat.lacks(f"{place.name}.{name}", place.stage)
 
 
 class _Layer(_Elsewhere):
     """Hands on the hidden states; before the stage's own layers those of the stage before."""
 
-    def __init__(self, whole: nn.Module, index: int, received: _Input | None) -> None:
-        super().__init__(whole)
+    def __init__(self, whole: nn.Module, index: int, place: _Place, received: _Input | None) -> None:
+        super().__init__(whole, place)
         self._index, self._received = index, received
 
     def forward(self, hidden_states: Tensor, *args: object, **keywords: object) -> Tensor:
@@ -186,8 +204,8 @@ class _End(_Elsewhere):
 class _Before(_Elsewhere):
     """In the place of an embedding: its result has the right shape, and NaN for whatever should not read it."""
 
-    def __init__(self, whole: nn.Module, received: _Input, tied: dict[str, nn.Parameter]) -> None:
-        super().__init__(whole)
+    def __init__(self, whole: nn.Module, place: _Place, received: _Input, tied: dict[str, nn.Parameter]) -> None:
+        super().__init__(whole, place)
         self._received = received
         self._is_embedding = isinstance(whole, nn.Embedding)
         for name, parameter in tied.items():
@@ -230,7 +248,8 @@ def cut(whole: nn.Module, seats: Sequence[Seat]) -> list[nn.Module]:
 
 
 def _stage(layers: Layers, seat: Seat, *, is_alone: bool) -> nn.Module:
-    whole, received = layers.model, _Input(seat)
+    whole, received, last = layers.model, _Input(seat), seat.num_stages - 1
+    names = {id(module): name for name, module in whole.named_modules()}
     kept = [*layers.everywhere, *(layers.before if seat.is_first else ()), *(layers.after if seat.is_last else ())]
     copies: dict[int, Any] = {id(one): one for one in kept}
     for container in layers.containers:
@@ -240,30 +259,35 @@ def _stage(layers: Layers, seat: Seat, *, is_alone: bool) -> nn.Module:
         tied = {whole.get_parameter(name) for name in layers.tied} if seat.is_last else set()
         for one in layers.before:
             shared = {name: value for name, value in one.named_parameters(recurse=False) if value in tied}
-            copies[id(one)] = _Before(one, received, shared)
+            copies[id(one)] = _Before(one, _Place(names[id(one)], 0, seat), received, shared)
         if is_alone:  # the first stage, on another rank, counts them
             for parameter in tied:
                 parameter.shared = True  # type: ignore[attr-defined]
     if not seat.is_last:
         kind = _End if seat.layers.stop == len(layers.layers) else _After
-        copies |= {id(one): kind(one) for one in layers.after}
+        copies |= {id(one): kind(one, _Place(names[id(one)], last, seat)) for one in layers.after}
     for index, one in enumerate(layers.layers):
-        copies[id(one)] = one if index in seat.layers else _place_of(one, index, seat, received)
+        if index in seat.layers:
+            copies[id(one)] = one
+        else:
+            copies[id(one)] = _place_of(one, index, _Place(names[id(one)], seat.stage_of(index), seat), received)
     stage: Any = copy.deepcopy(whole, copies)
     stage.pipeline_seat, stage.aliases = seat, layers.aliases
     stage.whole_shapes = {name: tuple(one.shape) for name, one in whole.state_dict().items()}
     stage.hidden_size, stage.tied_weights = layers.hidden_size, layers.tied
+    stage.elsewhere = {one.place.name: one.place.stage for one in stage.modules() if isinstance(one, _Elsewhere)}
     stage.set_input_tensor = received.set
     stage.own_stream = HeadShare(seat.stage, seat.num_stages).own_stream
     made: nn.Module = stage
     return made
 
 
-def _place_of(layer: nn.Module, index: int, seat: Seat, received: _Input) -> nn.Module:
+def _place_of(layer: nn.Module, index: int, place: _Place, received: _Input) -> nn.Module:
     """What is in the place of a layer of another stage."""
+    seat = place.seat
     if index == seat.layers.stop and not seat.is_last:
-        return _End(layer)
-    return _Layer(layer, index, received if index == seat.layers.start - 1 and not seat.is_first else None)
+        return _End(layer, place)
+    return _Layer(layer, index, place, received if index == seat.layers.start - 1 and not seat.is_first else None)
 
 
 def new_cache(stage: Any) -> Any:

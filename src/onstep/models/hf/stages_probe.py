@@ -79,8 +79,8 @@ def _keeps_states(hf_config: str, vocab_size: int | None) -> bool:
 
 def _halves_of(whole: nn.Module) -> list[Seat]:
     number = num_layers_of(whole)
-    halves = [range(number // 2), range(number // 2, number)]
-    return [Seat(place, 2, layers) for place, layers in enumerate(halves)]
+    halves = (range(number // 2), range(number // 2, number))
+    return [Seat(stage, halves) for stage in range(2)]
 
 
 def _through(stages: list[nn.Module], tokens: Tensor, caches: Sequence[Any] = (None, None)) -> Tensor:

@@ -28,6 +28,7 @@ from onstep.data.corpus.tokenizers import TokenizersTokenizer
 from onstep.distributed import World
 from onstep.distributed.pipeline.seats import seats_of_rank
 from onstep.distributed.pipeline.whole import WholePipeline
+from onstep.distributed.refusals import check_undivided
 from onstep.errors import ConfigError, DataError, MissingWeightsError
 from onstep.metrics.model_shape import ModelShape, num_active_parameters, num_parameters
 from onstep.models import ModelHook, Transformer
@@ -102,8 +103,10 @@ def cut_into_stages(chunks: list[nn.Module], config: ConfigContainer, world: Wor
 
     Raises:
         ConfigError: for a model that cannot be cut, or layers that the stages cannot share.
+        ShardingError: for a parameter that is divided between ranks.
     """
     [model] = chunks
+    check_undivided([model], "cut into the stages of a pipeline, for which it must be whole on every rank")
     if isinstance(model, Transformer):
         stages = _stages_of(model, config, world)
     else:

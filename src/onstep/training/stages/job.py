@@ -22,10 +22,11 @@ from onstep.distributed import (
     refused_together,
 )
 from onstep.distributed.exchanges import casts_weights, divisor_of
-from onstep.distributed.pipeline.seats import is_staged
+from onstep.distributed.pipeline.seats import check_seats, is_staged
 from onstep.distributed.shards import sharded_modules
 from onstep.errors import ConfigError
 from onstep.events import CallbackManager, Dispatcher
+from onstep.events.context import unwrap
 from onstep.metrics.norms.named_parameters import reshard
 from onstep.optim import (
     ForeignOptimizer,
@@ -109,6 +110,7 @@ class Job:
             run.model_casts = casts_weights(model)
             check_loader(data, run.world)
             check_parallel(run.cfg, run.world.size)
+            check_seats([unwrap(chunk) for chunk in model], run.cfg.parallel, run.world.sizes, run.world.rank)
             check_stages(model)
             if is_staged(model):
                 check_hooks(run.cfg.parallel, model)

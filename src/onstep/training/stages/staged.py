@@ -13,9 +13,9 @@ from onstep.config import ParallelConfig
 from onstep.config.pipelines import schedule_of
 from onstep.data import Batch, StepBatches
 from onstep.distributed.buffered import buffered_chunks
-from onstep.distributed.pipeline.seats import Computed, seat_of
+from onstep.distributed.pipeline.seats import Computed, other_stage_of, seat_of
 from onstep.distributed.tensor_regions import check_divisible
-from onstep.errors import ConfigError, DataError
+from onstep.errors import ConfigError, DataError, OtherStageError, text_of
 from onstep.events.context import unwrap
 from onstep.training.compute.forward_errors import call_forward_step
 from onstep.training.compute.losses import described
@@ -90,7 +90,8 @@ class StagedForward:
             asked: keywords for the loss function.
 
         Raises:
-            ConfigError: for a forward step that does not call the model with its micro-batch, or calls it twice.
+            ConfigError: for a forward step that does not call the model with its micro-batch, or calls it twice, or
+                reads what another stage has.
         """
         chunk, run = self.chunks[number], self._run
         batch = micro_batches.staged
@@ -103,6 +104,15 @@ class StagedForward:
                 )
         except Computed as computed:
             result = computed.output
+        except Exception as error:
+            refusal = _of_other_stage(error, chunk)
+            if refusal is None:
+                seat = chunk.pipeline_seat
+                error.add_note(
+                    f"on stage {seat.stage} of a pipeline, with {seat.content}; what others have is not here"
+                )
+                raise
+            raise refusal from error
         else:
             if handle is not None:
                 raise ConfigError(
@@ -156,6 +166,21 @@ class StagedForward:
                 f"in the collator."
             )
         return output.contiguous()
+
+
+def _of_other_stage(error: Exception, chunk: Any) -> OtherStageError | None:
+    """The error in place of one that a forward step gets where it reads what another stage has; None for others."""
+    seat = chunk.pipeline_seat
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    stage = other_stage_of(chunk, key) if isinstance(key, str) else None
+    if stage is not None:
+        return seat.lacks(str(key), stage)  # type: ignore[no-any-return]
+    if isinstance(error, (RuntimeError, NotImplementedError)) and "meta" in text_of(error):
+        return OtherStageError(
+            f"the forward step or its loss reads a weight that stage {seat.stage} of a pipeline does not have "
+            f"({text_of(error).splitlines()[0]}); leave it out of them, or set parallel.pipeline_model_parallel_size=1."
+        )
+    return None
 
 
 def _end(module: nn.Module, args: object, output: object) -> None:

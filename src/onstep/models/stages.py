@@ -217,7 +217,7 @@ class TransformerStage(Transformer):
                 x = self._embedded(tokens, context.cache, position_ids)
             for index, layer in zip(self.pipeline_seat.layers, self.layers, strict=True):
                 x = self._run_layer(layer, x, context, index)
-        return self.final_norm(x) if self.pipeline_seat.is_last else x  # type: ignore[no-any-return]
+        return self.final_norm(x) if self.pipeline_seat.is_last else x
 
     def num_parameters(self, trainable_only: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters of this stage, without an embedding that the first stage counts.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from onstep.config import DistributedDataParallelConfig
+from onstep.distributed.block_norms import norms_of
 from onstep.errors import ConfigError
 
 BucketHook = Callable[[Any], torch.futures.Future[Tensor]]
@@ -56,7 +57,7 @@ class LocalGradients:
         for (dtype, _), pairs in alike.items():
             grads, wide = [grad for _, grad in pairs], torch.float32 if dtype in _LOW_PRECISION else None
             largest = torch.stack(torch._foreach_norm(grads, float("inf"))) if self._notes_largest else None
-            norms = torch.stack(torch._foreach_norm(grads, 2.0, wide)) if self._notes_norms else None
+            norms = torch.stack(norms_of(grads, wide)) if self._notes_norms else None
             self._noted[id(pairs[0][0])] = Noted([one for one, _ in pairs], largest, norms)
 
     def take(self) -> list[Noted]:

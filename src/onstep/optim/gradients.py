@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onstep.distributed.block_norms import norms_of
 from onstep.distributed.shard_sums import Kinds, sum_together
 from onstep.distributed.shards import as_dtensor, is_sharded, with_local_value
 from onstep.errors import ShardingError
@@ -103,7 +104,7 @@ class ShardedGradients:
     def _norms(self, parts: list[Tensor], device: torch.device) -> Tensor:
         if not parts:
             return torch.zeros(0, dtype=self._dtype, device=device)
-        return torch.stack([norm.to(device) for norm in torch._foreach_norm(parts, 2.0, self._dtype)])
+        return torch.stack([norm.to(device) for norm in norms_of(parts, self._dtype)])
 
     def _square(self, norms: Tensor) -> Tensor:
         """That of the norms of all parts, over all ranks that hold any."""

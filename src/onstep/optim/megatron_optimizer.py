@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from onstep.distributed.block_norms import norms_of
 from onstep.distributed.shards import is_sharded
 from onstep.optim.finite_gate import FiniteGate, finite_gate, is_above
 from onstep.optim.gradients import ShardedGradients
@@ -142,7 +143,7 @@ class ForeignOptimizer:
             return self._sharded.norm(gradients, self._device)
         if not gradients:
             return torch.zeros((), device=self._device)
-        norm: Tensor = torch.stack(torch._foreach_norm(gradients)).norm()
+        norm: Tensor = torch.stack(norms_of(gradients)).norm()
         return norm
 
     def read(self, *values: Tensor) -> list[float]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from onstep.distributed.block_norms import norms_of
 from onstep.distributed.pipeline.sums import StageSums
 from onstep.distributed.shards import is_sharded
 from onstep.errors import CheckpointError, ConfigError
@@ -202,7 +203,8 @@ class TrainingOptimizer:
         """Scale the gradients, compute their global norm, clip them and pass the norm to the gate.
 
         Without `grad_scale` the gradients afterwards are, bit for bit, those of `torch.nn.utils.clip_grad_norm_`,
-        except that norms of float16 and bfloat16 gradients are accumulated in float32.
+        except that norms of float16 and bfloat16 gradients are accumulated in float32, and those of large gradients on
+        a CPU by blocks (`norms_of`).
 
         Args:
             grad_scale: factor > 0 for all gradients, a number or a 0-d tensor, without an extra pass; None is 1.
@@ -363,9 +365,9 @@ class TrainingOptimizer:
             return self._sharded.norm(grads, self._device)
         if not grads:
             return torch.zeros((), device=self._device)
-        norms = torch._foreach_norm(grads, 2.0, self._norm_dtype)
+        norms = norms_of(grads, self._norm_dtype)
         if self._spans_devices:
-            norms = tuple(norm.to(self._device) for norm in norms)
+            norms = [norm.to(self._device) for norm in norms]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         return norm
 

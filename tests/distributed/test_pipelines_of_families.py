@@ -55,17 +55,12 @@ SCHEDULES: list[tuple[str, list[str]]] = [("1F1B", []), ("Interleaved1F1B", [TWO
 
 
 @pytest.mark.slow
-def test_schedules_train_tied_families_20_steps_as_one_process(processes: Processes, tmp_path: Path) -> None:
-    kinds: list[dict[str, Any]] = [{"family": "llama", **TIED}, GPT2]
-    wanted = [row(name, *keys, **kind, dtype="float64") for name, keys in SCHEDULES for kind in kinds]
-    check(processes, tmp_path, wanted, 20)
-
-
-@pytest.mark.slow
-def test_families_train_20_steps_as_one_process_in_float32(processes: Processes, tmp_path: Path) -> None:
-    """The experts of transformers have no other type."""
-    kinds = ("mixtral", "qwen2", "llama")
-    wanted = [row(name, *keys, family=kind) for (name, keys), kind in zip(SCHEDULES, kinds, strict=True)]
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_schedules_train_families_20_steps_as_one_process(processes: Processes, tmp_path: Path, dtype: str) -> None:
+    kinds: list[dict[str, Any]] = [{"family": "llama", **TIED}, {"family": "qwen3", **TIED}, GPT2, {"family": "qwen2"}]
+    if dtype == "float32":
+        kinds.append({"family": "mixtral"})  # the experts of transformers have no other type
+    wanted = [row(name, *keys, **kind, dtype=dtype) for name, keys in SCHEDULES for kind in kinds]
     check(processes, tmp_path, wanted, 20)
 
 

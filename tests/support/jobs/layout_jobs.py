@@ -27,7 +27,7 @@ from onstep.optim.sharded_muon import Float32Muon
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 from layout_names import LAYOUTS, ROWS, VARIANTS
-from layout_rows import Rows, config_of, model_of, run_row
+from layout_rows import LEARNING_RATE, Rows, config_of, model_of, run_row
 
 
 def job_rows(settings: dict[str, Any]) -> list[Any]:
@@ -84,7 +84,7 @@ def job_of_one(settings: dict[str, Any]) -> list[Any]:
 def _by_hand(steps: int) -> dict[str, Any]:
     variant, losses, norms = VARIANTS["plain"], [], []
     model = model_of(variant, config_of(LAYOUTS["one"], variant, steps))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     samples = Rows(variant.has_empty_rank)
     for step in range(steps):
         batch = [samples[index] for index in range(step * ROWS, (step + 1) * ROWS)]

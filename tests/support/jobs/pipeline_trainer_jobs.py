@@ -117,7 +117,7 @@ for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
 def own_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=3e-3)
+    return torch.optim.AdamW(parameters, lr=1e-3)
 
 
 def job_trainers(settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
         per_device_train_batch_size=one.get("rows", 2),
         gradient_accumulation_steps=4,
         per_device_eval_batch_size=2,
-        learning_rate=3e-3,
+        learning_rate=1e-3,
         weight_decay=0.1,
         max_grad_norm=0.5,
         lr_scheduler_type=one.get("rates", "constant"),

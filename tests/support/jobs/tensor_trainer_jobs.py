@@ -46,7 +46,7 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
         max_steps=one.get("steps", 4),
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        learning_rate=3e-3,
+        learning_rate=1e-3,
         lr_scheduler_type="constant",
         use_cpu=True,
         save_strategy="steps",

@@ -214,7 +214,7 @@ class Stage(PipelineStage):
         if not self.has_backward:
             return
         with self._recorded("backward" if full_backward else "input gradient", bwd_chunk_id):
-            self._backward(partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward))
+            self._back(partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward))
         _give_up(self.grad_recv_info[bwd_chunk_id])
         if full_backward:
             self._end(bwd_chunk_id)
@@ -229,8 +229,16 @@ class Stage(PipelineStage):
         if not self.has_backward:
             return
         with self._recorded("weight gradient", bwd_chunk_id):
-            self._backward(partial(super().backward_weight_one_chunk, bwd_chunk_id, last_backward))
+            self._back(partial(super().backward_weight_one_chunk, bwd_chunk_id, last_backward))
         self._end(bwd_chunk_id)
+
+    def _back(self, work: Callable[[], None]) -> None:
+        """Call a backward pass; torch puts an error of its own before what the pass raises, which is kept."""
+        try:
+            self._backward(work)
+        except RuntimeError as error:
+            self.call.error = error.__cause__ or error
+            raise
 
     def _end(self, index: int) -> None:
         """The gradients of a micro-batch are here; those of a step are summed with the last one."""

@@ -368,9 +368,12 @@ def test_the_last_rank_of_divided_stages_and_of_replicas_collects_it_too(process
 def test_divided_stages_keep_and_export_what_one_process_does(
     processes: Processes, tmp_path: Path, best: list[str]
 ) -> None:
-    """The best checkpoint beside the last, and at the end the average of the weights, or the best ones."""
+    """The best checkpoint beside the last, and at the end the average of the weights, or the best ones.
+
+    With the greatest loss as the best, it is not the last one.
+    """
     kept = ["checkpoint.save_interval=1", "checkpoint.most_recent_k=1", "checkpoint.keep_best_n=1", *best]
-    kept += ["validation.eval_interval=1", "optimizer.lr=0.05", "checkpoint.validate_replication=true"]
+    kept += ["validation.eval_interval=1", "validation.greater_is_better=true", "checkpoint.validate_replication=true"]
     exports = {"exports_average": not best}
     one = pretrained(processes, tmp_path, "one", 1, *kept, **exports)
     there = pretrained(processes, tmp_path, "there", 4, *row("Interleaved1F1B", TWO, *SEQUENCES, *kept)[0], **exports)

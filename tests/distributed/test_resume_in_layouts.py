@@ -155,7 +155,7 @@ DROPS = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1)
 TRAINERS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"axes": {"tp_size": 2}, "kind": "qwen3"}),
     "dp2 x tp2": (4, {"axes": {"tp_size": 2}, "rows": 1}),
-    "pp2": (2, {"best": True}),
+    "pp2": (2, {}),
     "pp2 interleaved": (2, {"parallel": INTERLEAVED, "kind": "gpt2", "changed": DROPS}),
     "pp2 ZBV": (2, {"parallel": V, "kind": "qwen3", "factory": True}),
     "dp2 x pp2": (4, {"kind": "mixtral", "rows": 1}),

@@ -118,12 +118,17 @@ class Parts:
         names, are_whole = on_main(world, state, self._checked)
         if are_whole:
             return self.through_main(names, lambda name, _: state[name].to("cpu", self.dtype(name)))
-        if any(world.agree([int(name not in state or box_of(state[name]) != self.boxes[name]) for name in names])):
+        if any(world.agree([int(name not in state or not self._is_own(name, state[name])) for name in names])):
             raise InvalidTensorsError(
                 "the saved residuals are divided otherwise than the parameters here; load them by "
                 "torch.distributed.checkpoint into tensors of this worker, or give rank 0 whole ones."
             )
         return {name: held_part(state[name]).to("cpu", self.dtype(name)) for name in names}
+
+    def _is_own(self, name: str, tensor: Tensor) -> bool:
+        """Whether this rank's part of a saved tensor is that of the parameter; of another stage's, it has none."""
+        box = box_of(tensor)
+        return self.boxes[name].numel == 0 if box is None else box == self.boxes[name]
 
     def _checked(self, state: Mapping[str, Tensor]) -> tuple[list[str], bool]:
         """The names, and whether all tensors are whole."""

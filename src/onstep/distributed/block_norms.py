@@ -25,10 +25,11 @@ def norms_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> lis
     """
     are_long = [one.numel() > BLOCK and one.is_cpu and one.layout is torch.strided for one in tensors]
     if not any(are_long):
-        return torch._foreach_norm(tensors, 2.0, dtype)
+        return torch._foreach_norm(list(tensors), 2.0, dtype)
     return [
-        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(blocks, 2.0, dtype)))
+        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(blocks), 2.0, dtype)))
         for blocks in (
-            one.reshape(-1).split(BLOCK) if is_long else (one,) for one, is_long in zip(tensors, are_long, strict=True)
+            torch.split(one.reshape(-1), BLOCK) if is_long else (one,)
+            for one, is_long in zip(tensors, are_long, strict=True)
         )
     ]

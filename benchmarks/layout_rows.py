@@ -390,7 +390,7 @@ def _documents(directory: str) -> str:
 def _by_trainer(config: ConfigContainer, layout: Layout, variant: Variant, watch: Watch, directory: str) -> None:
     """`Trainer` of a model of transformers."""
     keys = dict(map(_pair, layout.keys))
-    evaluates = {"eval_strategy": "steps", "eval_steps": max(1, (config.train.train_iters or 2) // 2)}
+    evaluates: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": max(1, (config.train.train_iters or 2) // 2)}
     arguments = TrainingArguments(
         output_dir=directory,
         max_steps=config.train.train_iters or 0,

@@ -472,8 +472,8 @@ def main() -> None:
                 if has_second_run(layout):
                     own = place.with_name(f"{place.name} along")
                     along, _ = run(LAYOUTS[layout], VARIANTS[variant], chosen.steps, own, along=starts)
-                found = compared(LAYOUTS[layout], trained, one, row, along)
-                ended_well &= _print(layout, variant, found, one[0]["shapes"])
+                beside = compared(LAYOUTS[layout], trained, one, row, along)
+                ended_well &= _print(layout, variant, beside, one[0]["shapes"])
     sys.exit(not ended_well)
 
 

@@ -135,6 +135,19 @@ def test_what_models_and_runs_have_is_trained_as_in_one_process(
 
 
 @pytest.mark.slow
+def test_three_trainers_on_a_pipeline_are_equal_to_the_bit(processes: Processes, tmp_path: Path) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"kind": "gpt2", "parallel": INTERLEAVED, "factory": True},
+        {"kind": "qwen3", "parallel": V},
+        {"kind": "mixtral"},
+    ]
+    rows = [{**kind, "directory": f"{kind['kind']}-{number}"} for number in range(3) for kind in kinds]
+    found = trained(processes, tmp_path, *rows, ranks=2)
+    assert found[:3] == found[3:6] == found[6:]
+    assert all(len(set(one["losses"])) == 4 for one in found)
+
+
+@pytest.mark.slow
 def test_replicas_and_four_stages_train_as_one_process(processes: Processes, tmp_path: Path) -> None:
     [replicas] = trained(processes, tmp_path, {"directory": "replicas", "rows": 1}, ranks=4)
     [four] = trained(processes, tmp_path, {"directory": "four", "axes": {"pp_size": 4}}, ranks=4)

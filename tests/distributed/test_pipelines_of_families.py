@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_pipelines import TWO, check, furthest, pretrained, row
+from tests.distributed.test_pipelines import TWO, check, furthest, pretrained, results, row
 from tests.support.forked_processes import Processes
 
 pytestmark = pytest.mark.distributed
@@ -62,6 +62,15 @@ def test_schedules_train_families_20_steps_as_one_process(processes: Processes, 
         kinds.append({"family": "mixtral"})  # the experts of transformers have no other type
     wanted = [row(name, *keys, **kind, dtype=dtype) for name, keys in SCHEDULES for kind in kinds]
     check(processes, tmp_path, wanted, 20)
+
+
+@pytest.mark.slow
+def test_three_runs_of_families_are_equal_to_the_bit(processes: Processes, tmp_path: Path) -> None:
+    kinds: list[dict[str, Any]] = [{"family": "mixtral"}, {"family": "gpt2"}, {"family": "qwen3", **TIED}]
+    wanted = [row(name, *keys, **kind) for (name, keys), kind in zip(SCHEDULES, kinds, strict=True)]
+    first, second, third = (results(processes, tmp_path, wanted, 20) for _ in range(3))
+    assert first == second == third
+    assert all(len(set(ranks[0]["losses"])) == 20 for ranks in first)
 
 
 @pytest.mark.slow

@@ -58,7 +58,6 @@ OF_LAYOUTS = {
         pipeline("Interleaved1F1B", TIED, virtual=2),
         pipeline("ZBVZeroBubble", TIED, virtual=2),
         pipeline("1F1B", EXPERTS, f"{PIPELINE}layout=[1,3]"),
-        pipeline("1F1B", "model.mtp_num_layers=1"),
     ],
     4: [
         pipeline("1F1B", TENSORS, TIED),

@@ -168,11 +168,11 @@ def held_in_theory(
         return held_in_parts(layout, variant, shapes, names, rank)
     shards = layout.ranks // int(keys.get("ddp.num_distributed_optimizer_instances", 1))
     held = {"parameters": _padded(shapes, 1)}
+    own = _of_shard(shapes, shards, rank % shards)
     if IN_MXFP8 in layout.keys:
-        held["masters"] = _padded(shapes, shards, trained=True) / shards
+        held["masters"] = own
     # for each 2 bytes, two averages in float32 and the other half of the master
-    times = 5 if MASTERS in layout.keys else 2
-    state = times * _padded(shapes, shards, trained=True) / shards
+    state = (5 if MASTERS in layout.keys else 2) * own
     return held if MUON in variant.keys else {**held, "state": state}  # the gradients are in buffers
 
 
@@ -184,6 +184,16 @@ def _shards(layout: Layout) -> int:
     keys = dict(key.split("=") for key in layout.keys)
     number = int(keys.get("parallel.data_parallel_shard_size", 1))
     return layout.ranks if number == -1 else number
+
+
+def _of_shard(shapes: list[Any], shards: int, number: int) -> float:
+    """Bytes of the rows of trained parameters that a shard has; the last ones have fewer."""
+    total = 0.0
+    for shape, is_trained, width in shapes:
+        rows = math.ceil(shape[0] / shards)
+        here = max(0, min(rows, shape[0] - number * rows))
+        total += here * math.prod(shape[1:]) * width if is_trained else 0
+    return total
 
 
 def _padded(shapes: list[Any], shards: int, *, trained: bool = False) -> float:

@@ -349,7 +349,6 @@ UNREAD = {
         f"parallel.{name}": RANKS
         for name in (
             "virtual_pipeline_model_parallel_size",
-            "pipeline_schedule",
             "pipeline_model_parallel_layout",
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",

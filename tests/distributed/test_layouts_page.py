@@ -83,10 +83,10 @@ def ran(layout: str) -> list[tuple[str, str]]:
 
 def test_a_cell_is_what_it_was(processes: Processes, tmp_path: Path) -> None:
     """A recipe with packed documents and tied embeddings, evaluations and generated tokens, on combined layouts."""
-    compare(processes, tmp_path, [("tp2 x pp2", "recipe")])
+    compare(processes, tmp_path, [("tp2 x pp2", "recipe")], 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ROWS.values(), ids=ROWS)
 def test_each_cell_is_as_one_process(processes: Processes, tmp_path: Path, layout: str) -> None:
-    compare(processes, tmp_path, ran(layout))
+    compare(processes, tmp_path, ran(layout), 6)

@@ -124,6 +124,12 @@ def _reading(data_iterator: Any, model: nn.Module) -> Any:
     return output, lambda logits: mean(logits) + dict(model.named_parameters())[penalized].square().sum()
 
 
+def _outlined(data_iterator: Any, model: nn.Module) -> Any:
+    """Adds a weight of which this rank has an outline, as a Trainer's model has of other stages."""
+    output, mean = _mean_in_the_loss_function(data_iterator, model)
+    return output, lambda logits: mean(logits) + torch.zeros((), device="meta")
+
+
 def _uneven(data_iterator: Any, model: nn.Module) -> Any:
     """Calls each stage with tokens of its own."""
     batch = next(data_iterator)
@@ -139,6 +145,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "absent": _absent,
     "reading": _reading,
     "uneven": _uneven,
+    "outlined": _outlined,
 }
 
 

@@ -17,7 +17,7 @@ from onstep.training.engines.auxiliary_losses import AuxiliaryLosses
 from onstep.training.feature import Need
 from onstep.training.stages import forward_backward as compute
 from onstep.training.stages.job import Job
-from onstep.training.stages.staged import StagedForward
+from onstep.training.stages.staged import StagedForward, without_values
 
 
 class PipelineEngine:
@@ -80,6 +80,8 @@ class PipelineEngine:
             assert isinstance(result, Tensor)
             return result
         micro = self.losses[index] = read_loss(result, batch, self.run.cfg.train.loss_weighting, is_filler)
+        if micro.loss.is_meta:
+            raise without_values(self.staged.chunks[number], "the loss is on the device meta")
         if not micro.loss.requires_grad:
             raise ConfigError(NO_GRADIENT)
         start = compute.backward_start_of(self.job, micro, len(batches.micro_batches))

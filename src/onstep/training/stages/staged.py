@@ -176,11 +176,22 @@ def _of_other_stage(error: Exception, chunk: Any) -> OtherStageError | None:
     if stage is not None:
         return seat.lacks(str(key), stage)  # type: ignore[no-any-return]
     if isinstance(error, (RuntimeError, NotImplementedError)) and "meta" in text_of(error):
-        return OtherStageError(
-            f"the forward step or its loss reads a weight that stage {seat.stage} of a pipeline does not have "
-            f"({text_of(error).splitlines()[0]}); leave it out of them, or set parallel.pipeline_model_parallel_size=1."
-        )
+        return without_values(chunk, text_of(error).splitlines()[0])
     return None
+
+
+def without_values(chunk: Any, why: str) -> OtherStageError:
+    """The error of a forward step that reads a weight of the whole model, which this rank has without its values.
+
+    Args:
+        chunk: the stage.
+        why: what shows it.
+    """
+    seat = chunk.pipeline_seat
+    return OtherStageError(
+        f"the forward step or its loss reads a weight that stage {seat.stage} of a pipeline does not have ({why}): it "
+        f"has {seat.content}; leave the weight out of them, or set parallel.pipeline_model_parallel_size=1."
+    )
 
 
 def _end(module: nn.Module, args: object, output: object) -> None:

@@ -18,8 +18,11 @@ import traceback
 import zlib
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
+from itertools import accumulate, chain, islice, repeat, takewhile
+from operator import attrgetter, is_not, methodcaller
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
@@ -33,6 +36,9 @@ Place = tuple[str, int | None, str]
 DUMP_SIGNAL: int | None = getattr(signal, "SIGRTMIN", 0) + 9 if hasattr(signal, "SIGRTMIN") else None
 """An otherwise unused real-time signal that makes a process write its stacks; None on systems without any."""
 
+_MOST_FRAMES = 100
+_attribute: Any = getattr
+_place: Any = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 _DUMP_SECONDS = 1.0
 _NEW_SECONDS = 60.0
 _MOST_DUMP_BYTES = 1 << 20
@@ -106,23 +112,15 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def places_of(thread: int) -> list[Place]:
-    """The position of a thread, innermost frame first; empty for a thread that has ended."""
-    return _places_of_threads().get(thread, [])
+    """The position of a thread, innermost frame first, at most 100 frames; empty for a thread that has ended.
 
-
-def _places_of_threads() -> dict[int, list[Place]]:
-    """The frames of all threads by thread, the main thread's first; innermost first, at most 100 of each.
-
-    As `faulthandler` reads them, without an object for any frame: `f_back` of a frame that torch has compiled leads to
-    freed memory once the frame has ended, which may be while another thread looks at it.
+    All is one call of functions in C, in which no other thread runs: `f_back` of a frame that torch has compiled leads
+    to freed memory once the frame has ended. `faulthandler` is no way: it reads a thread that autograd begins at that
+    moment before it is complete, and crashes.
     """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    blocks = re.findall(r"(?m)^(?:Current thread|Thread) (0x[0-9a-f]+)(.*\n(?:  .*\n)*)", text)
-    found = {int(thread, 16): _frames_in(block) for thread, block in blocks}
-    return dict(sorted(found.items(), key=lambda item: item[0] != threading.main_thread().ident))
+    now = islice(map(methodcaller("get", thread), iter(sys._current_frames, None)), 1)
+    frames = accumulate(chain(now, repeat("f_back", _MOST_FRAMES - 1)), _attribute)
+    return list(map(_place, takewhile(partial(is_not, None), frames)))
 
 
 def _frames_in(block: str) -> list[Place]:
@@ -207,9 +205,11 @@ def is_in_debugger(places: list[Place]) -> bool:
 def stacks_of_threads(left_out: Collection[int]) -> str:
     """The stacks of all Python threads except `left_out`, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = list(chain.from_iterable(islice(iter(sys._current_frames, None), 1)))  # holds no frame; see `places_of`
+    main = threading.main_thread().ident
     return "\n".join(
-        f"thread {names.get(thread, thread)}:\n" + _formatted(places)
-        for thread, places in _places_of_threads().items()
+        f"thread {names.get(thread, thread)}:\n" + _formatted(places_of(thread))
+        for thread in sorted(threads, key=lambda thread: thread != main)
         if thread not in left_out
     )
 

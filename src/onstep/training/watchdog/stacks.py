@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import mmap
 import multiprocessing
 import os
@@ -16,8 +17,8 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate, chain, islice, repeat, takewhile
 from operator import attrgetter, is_not, methodcaller
@@ -120,7 +121,20 @@ def places_of(thread: int) -> list[Place]:
     """
     now = islice(map(methodcaller("get", thread), iter(sys._current_frames, None)), 1)
     frames = accumulate(chain(now, repeat("f_back", _MOST_FRAMES - 1)), _attribute)
-    return list(map(_place, takewhile(partial(is_not, None), frames)))
+    with _uncollected():
+        return list(map(_place, takewhile(partial(is_not, None), frames)))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage: Python 3.11 may do so with the lock that threads need to begin, which finalizers wait for."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _frames_in(block: str) -> list[Place]:
@@ -205,7 +219,8 @@ def is_in_debugger(places: list[Place]) -> bool:
 def stacks_of_threads(left_out: Collection[int]) -> str:
     """The stacks of all Python threads except `left_out`, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    threads = list(chain.from_iterable(islice(iter(sys._current_frames, None), 1)))  # holds no frame; see `places_of`
+    with _uncollected():
+        threads = list(chain.from_iterable(islice(iter(sys._current_frames, None), 1)))  # no frame; see `places_of`
     main = threading.main_thread().ident
     return "\n".join(
         f"thread {names.get(thread, thread)}:\n" + _formatted(places_of(thread))

@@ -116,8 +116,8 @@ def places_of(thread: int) -> list[Place]:
     """The position of a thread, innermost frame first, at most 100 frames; empty for a thread that has ended.
 
     All is one call of functions in C, in which no other thread runs: `f_back` of a frame that torch has compiled leads
-    to freed memory once the frame has ended. `faulthandler` is no way: it reads a thread that autograd begins at that
-    moment before it is complete, and crashes.
+    to freed memory once the frame has ended. `faulthandler` crashes where it reads a thread that autograd has just
+    begun, and that is not complete.
     """
     now = islice(map(methodcaller("get", thread), iter(sys._current_frames, None)), 1)
     frames = accumulate(chain(now, repeat("f_back", _MOST_FRAMES - 1)), _attribute)

@@ -11,8 +11,8 @@ from itertools import zip_longest
 from onstep.cli.user_job import UserJob
 from onstep.config import ConfigContainer
 from onstep.config.parallel_sizes import ParallelSizes
-from onstep.config.pipelines import SCHEDULES, Schedule
-from onstep.config.suggestions import nearest, shown
+from onstep.config.pipelines import SCHEDULES, Schedule, schedule_named
+from onstep.config.suggestions import shown
 from onstep.errors import ConfigError
 
 COMPARED = {"loss": "loss", "grad_norm": "gradient norm"}
@@ -120,14 +120,10 @@ def _with_part(layout: Layout, part: str) -> Layout:
 
 def _with_kind(layout: Layout, kind: str | None, more: str) -> Layout:
     """The layout whose last part has a word after its size."""
-    schedules = {one.lower(): one for one in SCHEDULES} | _SHORT
     if kind == "tp" and more == "sp":
         return replace(layout, divides_sequences=True)
-    if kind == "pp" and more.lower() in schedules:
-        return replace(layout, schedule=schedules[more.lower()])
     if kind == "pp":
-        hint = nearest(more, [*SCHEDULES, "interleaved", "ZBV"])
-        raise ConfigError(f"a schedule in --layouts must be one of {', '.join(SCHEDULES)}, got {shown(more)}.{hint}")
+        return replace(layout, schedule=schedule_named(more, "a schedule in --layouts", _SHORT).name)
     raise ConfigError(f"{_RULE}, got {shown(layout.name)}.")
 
 

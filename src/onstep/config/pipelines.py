@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,16 +107,23 @@ def schedule_of(parallel: ParallelConfig) -> Schedule:
     return schedule
 
 
-def schedule_named(name: str) -> Schedule:
+def schedule_named(name: str, where: str = _KEY, also: Mapping[str, str] | None = None) -> Schedule:
     """The schedule of a name of torch.
+
+    Args:
+        name: of the schedule, in any case.
+        where: what has the name, for the error.
+        also: further names, in lower case, each with that of torch.
 
     Raises:
         ConfigError: for an unknown name.
     """
-    found = {one.lower(): one for one in SCHEDULES}.get(name.lower().removeprefix("schedule"))
+    also = also or {}
+    known = {one.lower(): one for one in SCHEDULES} | dict(also)
+    found = known.get(name.lower().removeprefix("schedule"))
     if found is None:
-        hint = nearest(name, list(SCHEDULES))
-        raise ConfigError(f"{_KEY} must be one of {', '.join(SCHEDULES)}, got {name!r}.{hint}")
+        hint = nearest(name, [*SCHEDULES, *also])
+        raise ConfigError(f"{where} must be one of {', '.join(SCHEDULES)}, got {name!r}.{hint}")
     return SCHEDULES[found]
 
 

@@ -18,6 +18,7 @@ from onstep.data import Batch, StepBatches
 from onstep.data.loaders.dead_workers import dead_workers_named
 from onstep.distributed import World, attempt, check_groups, check_loader, check_ranks, raise_together
 from onstep.distributed.exchanges import casts_weights
+from onstep.distributed.pipeline.elsewhere import items_of_stages
 from onstep.distributed.pipeline.seats import is_staged
 from onstep.events import CallbackManager, Dispatcher
 from onstep.models.generation.generate import preserve_modes
@@ -295,9 +296,7 @@ def _collect_non_loss_data(
         collected = [result for _, result in _results(state, forward_step_func, step, model, non_loss_data=True)]
     if is_staged(model) and schedule_of(state.cfg.parallel).chunks == "two":
         # the last stage is on the first rank of a pipeline, and the last rank of all has the tracker
-        everywhere, data = state.world.gather(collected), state.world.data.rank
-        here = (of for rank, of in enumerate(everywhere) if of and state.world.sizes.data_rank(rank) == data)
-        return next(here, [])
+        return next(filter(None, items_of_stages(collected, state.world)), [])
     return collected
 
 

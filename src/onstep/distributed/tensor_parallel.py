@@ -403,6 +403,6 @@ def dropout_part(ranks: TensorRanks, dim: int, is_divided: Callable[[], bool]) -
         shape = list(x.shape)
         shape[dim] *= ranks.size
         drawn = dropout(x.new_ones(shape), module.p, True).narrow(dim, ranks.rank * x.shape[dim], x.shape[dim])
-        return x.masked_fill(drawn.eq(0.0), 0.0) / (1.0 - module.p)  # keeps a byte for each value
+        return x.masked_fill(drawn.eq(0.0), 0.0) / (1.0 - module.p or 1.0)  # keeps a byte for each value
 
     return Part(forward=forward)

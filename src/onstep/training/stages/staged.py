@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -175,7 +176,7 @@ def _of_other_stage(error: Exception, chunk: Any) -> OtherStageError | None:
     stage = other_stage_of(chunk, key) if isinstance(key, str) else None
     if stage is not None:
         return seat.lacks(str(key), stage)  # type: ignore[no-any-return]
-    if isinstance(error, (RuntimeError, NotImplementedError)) and "meta" in text_of(error):
+    if isinstance(error, (RuntimeError, NotImplementedError)) and re.search(r"\bmeta\b", text_of(error)):
         return without_values(chunk, text_of(error).splitlines()[0])
     return None
 

@@ -192,6 +192,15 @@ def test_a_forward_step_that_stages_cannot_share_is_refused_on_all_ranks(
         assert "stacks of" not in output
 
 
+@pytest.mark.slow
+def test_an_error_of_the_users_loss_is_not_blamed_on_another_stage(processes: Processes, tmp_path: Path) -> None:
+    codes = processes.run(JOBS, "rows", tmp_path, {"rows": [row("1F1B", step="failing")], "steps": 1}, ranks=2)
+    output = (tmp_path / "rank-1.out").read_text()
+    assert 0 not in codes
+    assert "RuntimeError: no metadata in this batch" in output
+    assert "reads a weight" not in output
+
+
 SCHEDULES = {
     "GPipe": [],
     "1F1B": [],

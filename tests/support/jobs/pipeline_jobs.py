@@ -130,6 +130,13 @@ def _outlined(data_iterator: Any, model: nn.Module) -> Any:
     return output, lambda logits: mean(logits) + torch.zeros((), device="meta")
 
 
+def _failing(data_iterator: Any, model: nn.Module) -> Any:
+    def fails(logits: Tensor) -> Tensor:
+        raise RuntimeError("no metadata in this batch")
+
+    return model(next(data_iterator)["tokens"]), fails
+
+
 def _uneven(data_iterator: Any, model: nn.Module) -> Any:
     """Calls each stage with tokens of its own."""
     batch = next(data_iterator)
@@ -144,6 +151,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "cut": _cut,
     "absent": _absent,
     "reading": _reading,
+    "failing": _failing,
     "uneven": _uneven,
     "outlined": _outlined,
 }

@@ -25,11 +25,12 @@ class StageShards:
         self._modules = sharded_modules(chunk)
         self._groups = [group for module in self._modules for group in parameter_groups(module)]
         self._keeps = not any(group.post_forward_mesh_info is not None for group in self._groups)
+        self._whole: list[nn.Parameter] = []
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that passes compute with: of shards the gathered ones, which have weights only in passes."""
         if not self._modules:
-            yield from self._chunk.parameters()
+            yield from self._whole or self._chunk.parameters()
             return
         for group in self._groups:
             yield from (one.unsharded_param for one in group.fsdp_params)
@@ -37,6 +38,7 @@ class StageShards:
     def begin(self) -> None:
         """Let gradients add up in the passes that follow."""
         if not self._modules:
+            self._whole = [*self._chunk.parameters()]  # torch asks for them in each pass
             return
         self._chunk.set_is_last_backward(False)
         for module in self._modules:

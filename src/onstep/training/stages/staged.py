@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +49,7 @@ class StagedForward:
         self.chunks: list[Any] = [unwrap(chunk) for chunk in model]
         self.width: int = self.chunks[0].hidden_size
         self._ends = [getattr(seat_of(chunk), "is_last", True) for chunk in self.chunks]
+        self._draws = [getattr(chunk, "own_stream", None) for chunk in self.chunks]
         self._starts: dict[int, Tensor] = {}
         """The state of torch's generator of the CPU when this rank began each micro-batch of a step."""
 
@@ -99,7 +100,7 @@ class StagedForward:
         chunk.set_input_tensor(received)
         handle = None if self._ends[number] else chunk.register_forward_hook(_end)
         try:
-            with run.autocast(), self._random_numbers(number, index), self._own_stream(chunk):
+            with run.autocast(), self._random_numbers(number, index), self._own_stream(number):
                 result = call_forward_step(
                     self._forward_step, micro_batches, batch, chunk, run.train_state.step, **asked
                 )
@@ -131,32 +132,22 @@ class StagedForward:
             )
         return result if handle is None else self._checked(result, batch)
 
-    @contextmanager
-    def _random_numbers(self, number: int, index: int) -> Iterator[None]:
+    def _random_numbers(self, number: int, index: int) -> AbstractContextManager[object]:
         """Let each chunk of this rank begin a micro-batch with the random state with which the first one has."""
-        if number == 0:
-            self._starts[index] = torch.get_rng_state()
-            yield
-            return
-        now = torch.get_rng_state()
-        torch.set_rng_state(self._starts[index])
-        try:
-            yield
-        finally:
-            torch.set_rng_state(now)
+        if number:
+            return _random_state(self._starts[index])
+        self._starts[index] = torch.get_rng_state()
+        return nullcontext()
 
-    @contextmanager
-    def _own_stream(self, chunk: nn.Module) -> Iterator[None]:
+    def _own_stream(self, number: int) -> AbstractContextManager[object]:
         """Let a chunk that does not know what other stages draw have numbers of its own, from when it is called."""
-        enter = getattr(chunk, "own_stream", None)
+        chunk, enter = self.chunks[number], self._draws[number]
         if enter is None or not chunk.training:
-            yield
-            return
-        with ExitStack() as stack:
-            device = self._run.world.device
-            hook = chunk.register_forward_pre_hook(lambda *given: (stack.enter_context(enter(device)), None)[1])
-            stack.callback(hook.remove)
-            yield
+            return nullcontext()
+        stack, device = ExitStack(), self._run.world.device
+        hook = chunk.register_forward_pre_hook(lambda *given: (stack.enter_context(enter(device)), None)[1])
+        stack.callback(hook.remove)
+        return stack
 
     def _checked(self, output: object, batch: Batch) -> Tensor:
         expected = self._shape(batch)
@@ -193,6 +184,17 @@ def without_values(chunk: Any, why: str) -> OtherStageError:
         f"the forward step or its loss reads a weight that stage {seat.stage} of a pipeline does not have ({why}): it "
         f"has {seat.content}; leave the weight out of them, or set parallel.pipeline_model_parallel_size=1."
     )
+
+
+@contextmanager
+def _random_state(state: Tensor) -> Iterator[None]:
+    """Begin with a state of torch's generator of the CPU, and end with the one before."""
+    now = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(now)
 
 
 def _end(module: nn.Module, args: object, output: object) -> None:

@@ -193,6 +193,22 @@ def test_a_forward_step_that_stages_cannot_share_is_refused_on_all_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+def test_a_loss_of_another_stages_activations_is_refused_on_all_ranks_unless_they_are_detached(
+    processes: Processes, tmp_path: Path, schedule: str
+) -> None:
+    check(processes, tmp_path, [row(schedule, TIED, step="detaching", dtype="float64")], 2)
+    wanted = {"rows": [row(schedule, TIED, step="borrowing")], "steps": 1}
+    assert 0 not in processes.run(JOBS, "rows", tmp_path / "refused", wanted, ranks=2)
+    for rank in range(2):
+        output = (tmp_path / "refused" / f"rank-{rank}.out").read_text()
+        last = [line for line in output.splitlines() if "Error: " in line][-1]
+        assert "computes on stage 3 of a pipeline with activations of stage 0, which is on the same rank" in last
+        assert "detach() the activations" in last
+        assert "stacks of" not in output
+
+
+@pytest.mark.slow
 def test_an_error_of_the_users_loss_is_not_blamed_on_another_stage(processes: Processes, tmp_path: Path) -> None:
     codes = processes.run(JOBS, "rows", tmp_path, {"rows": [row("1F1B", step="failing")], "steps": 1}, ranks=2)
     output = (tmp_path / "rank-1.out").read_text()

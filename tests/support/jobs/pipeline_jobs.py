@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,6 +131,28 @@ def _outlined(data_iterator: Any, model: nn.Module) -> Any:
     return output, lambda logits: mean(logits) + torch.zeros((), device="meta")
 
 
+_BORROWED: dict[bytes, Tensor] = {}
+
+
+def _borrowing(data_iterator: Any, model: nn.Module, detaches: bool = False) -> Any:
+    """Adds to the loss what the first layer has computed, which the last stage of a V has on its rank."""
+    batch = next(data_iterator)
+    labels, name = batch["labels"], batch["tokens"].numpy().tobytes()
+
+    def keep(module: nn.Module, args: object, output: Tensor) -> None:
+        _BORROWED[name] = output.detach() if detaches else output
+        handle.remove()
+
+    for layer in [module for path, module in model.named_modules() if path == "layers.0"]:
+        handle = layer.register_forward_hook(keep)
+
+    def loss(logits: Tensor) -> Any:
+        own = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return own + _BORROWED.pop(name).square().sum(), labels.ne(-100).sum(), {}
+
+    return model(batch["tokens"]), loss
+
+
 def _failing(data_iterator: Any, model: nn.Module) -> Any:
     def fails(logits: Tensor) -> Tensor:
         raise RuntimeError("no metadata in this batch")
@@ -154,6 +177,8 @@ STEPS: dict[str, Callable[..., Any]] = {
     "failing": _failing,
     "uneven": _uneven,
     "outlined": _outlined,
+    "borrowing": _borrowing,
+    "detaching": partial(_borrowing, detaches=True),
 }
 
 

@@ -71,6 +71,8 @@ class Passes:
                     further=further,
                 )
             )
+        for stage in self._stages:
+            stage.neighbours = [one for one in self._stages if one is not stage]
         self.has_loss: bool = any(stage.is_last for stage in self._stages)
         """Whether the last stage is here."""
 

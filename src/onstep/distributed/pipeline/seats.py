@@ -68,6 +68,18 @@ class Seat:
             f"parallel.pipeline_model_parallel_size=1."
         )
 
+    def depends_on(self, stage: int) -> OtherStageError:
+        """The error of code that computes with activations of another stage.
+
+        Args:
+            stage: which has computed them.
+        """
+        return OtherStageError(
+            f"the forward step or its loss computes on stage {self.stage} of a pipeline with activations of stage "
+            f"{stage}, which is on the same rank: between stages, gradients go back through hidden states alone; "
+            f"detach() the activations, or set parallel.pipeline_model_parallel_size=1."
+        )
+
     @property
     def content(self) -> str:
         """What it has, in words."""

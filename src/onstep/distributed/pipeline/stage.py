@@ -119,7 +119,9 @@ class Stage(PipelineStage):
         self.stage_index_to_group_rank = dict(enumerate(ranks))
         self._backward, self._after_backward = backward, after_backward
         self._expected: tuple[object, ...] | None = None
-        self._num_left = 0
+        self._num_left, self._seat = 0, seat
+        self.neighbours: Sequence[Stage] = ()
+        """The other stages of this rank."""
 
     def expect(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, *, has_backward: bool) -> None:
         """Make room for what the micro-batches of a step bring.
@@ -198,7 +200,26 @@ class Stage(PipelineStage):
         with self._recorded("forward", fwd_chunk_id):
             result = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         _give_up(self.args_recv_info[fwd_chunk_id])
+        if self.has_backward and fwd_chunk_id == 0:  # 2 ms for eight layers: not for every micro-batch
+            self._check_apart(self.fwd_cache[0][0])
         return result
+
+    def _check_apart(self, outputs: Sequence[Tensor]) -> None:
+        """Refuse (OtherStageError) outputs that depend on what another stage of this rank has computed.
+
+        Halves of backward passes would lose its gradient, and whole ones free what that stage has saved for its own.
+        The engine of autograd looks for a way from the outputs and runs nothing if there is none. It begins at views
+        of them, as it calls the hooks of where it begins.
+        """
+        roots = [one.view_as(one) for one in outputs if one.requires_grad]
+        own = {id(one) for one in self.call.parameters()}  # a tied embedding may be the other's too
+        for other in [stage for stage in self.neighbours if stage.fwd_cache and roots]:
+            received = [one for _, inputs in other.fwd_cache.values() for one in inputs]
+            inputs = [one for one in (*other.call.parameters(), *received) if one.requires_grad and id(one) not in own]
+            starts = [torch.zeros_like(one) for one in roots]
+            grad = partial(torch.autograd.grad, roots, inputs, starts, retain_graph=True, allow_unused=True)
+            if inputs and any(one is not None for one in grad()):
+                raise self._seat.depends_on(other.stage_index)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

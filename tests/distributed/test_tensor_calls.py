@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_pipelines import JOBS as OF_ROWS
+from tests.distributed.test_pipelines import alone, results
 from tests.support.forked_processes import Processes
 
 pytestmark = pytest.mark.distributed
@@ -60,6 +62,39 @@ def test_a_rank_holds_the_weights_and_keeps_the_activations_that_are_estimated(
     is_rough = any("moe" in key or "mtp" in key for key in keys)
     within = {"rel": 0.15} if is_rough else {"abs": 8}  # the loss itself
     assert found["activations"][0] == pytest.approx(found["activations"][1], **within)
+
+
+WEIGHT = "the forward step or its loss computes with a weight of which each of 2 ranks has a part; "
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "step", "said"),
+    [
+        ([IN_TWO], "penalized", f"the loss is a DTensor: {WEIGHT}use its whole value, weight.full_tensor(), on all"),
+        ([IN_TWO], "product", f"got mixed torch.Tensor and DTensor: {WEIGHT}use its whole value, weight.full_tensor()"),
+        (["parallel.data_parallel_shard_size=2", "train.micro_batch_size=2"], "penalized", f"{WEIGHT}compute that par"),
+    ],
+)
+def test_a_loss_that_computes_with_a_part_of_a_weight_is_refused_on_all_ranks(
+    processes: Processes, tmp_path: Path, keys: list[str], step: str, said: str
+) -> None:
+    rows = [(keys, {"ranks": 2, "step": step})]
+    assert 0 not in processes.run(OF_ROWS, "rows", tmp_path, {"rows": rows, "steps": 1}, ranks=2)
+    for rank in range(2):
+        last = [line for line in (tmp_path / f"rank-{rank}.out").read_text().splitlines() if "Error: " in line][-1]
+        assert said in last
+
+
+@pytest.mark.slow
+def test_a_loss_of_whole_weights_is_that_of_one_process(processes: Processes, tmp_path: Path) -> None:
+    options = {"ranks": 2, "step": "penalized whole", "dtype": "float64"}
+    shared = "model.num_query_groups=1"
+    rows = [([IN_TWO, *keys], options) for keys in ([], [SEQUENCES], [shared], [SEQUENCES, shared])]
+    for ranks, one in zip(results(processes, tmp_path, rows, 3), alone(processes, tmp_path, rows, 3), strict=True):
+        for found in ranks:
+            assert found["losses"] == pytest.approx(one["losses"], rel=1e-12)
+            assert found["norms"] == pytest.approx(one["norms"], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from onstep.config import ConfigContainer, ModelConfig, apply_overrides
 from onstep.data import EvalLoader, TrainLoader
 from onstep.distributed import open_world
 from onstep.distributed.pipeline.seats import is_staged
-from onstep.distributed.shards import held_part
+from onstep.distributed.shards import held_part, whole
 from onstep.errors import CheckpointError, ReplicaMismatchError
 from onstep.events.context import unwrap
 from onstep.models import generate
@@ -153,6 +153,21 @@ def _borrowing(data_iterator: Any, model: nn.Module, detaches: bool = False) -> 
     return model(batch["tokens"]), loss
 
 
+def _penalized(data_iterator: Any, model: nn.Module, how: str) -> Any:
+    """Adds to the loss a norm of weights as a rank has them, or of whole ones; or multiplies activations by one."""
+    output, mean = _mean_in_the_loss_function(data_iterator, model)
+    names = ("layers.0.attention.key.weight", "final_norm.weight")
+
+    def loss(logits: Tensor) -> Tensor:
+        given = [model.get_parameter(name) for name in names]
+        weights = [whole(one) if how == "whole" else one for one in given]
+        if how == "product":
+            return mean(logits) + (logits[..., :32] @ weights[0].T).mean()
+        return mean(logits) + sum((one.square().sum() for one in weights), torch.zeros(()))
+
+    return output, loss
+
+
 def _failing(data_iterator: Any, model: nn.Module) -> Any:
     def fails(logits: Tensor) -> Tensor:
         raise RuntimeError("no metadata in this batch")
@@ -178,6 +193,9 @@ STEPS: dict[str, Callable[..., Any]] = {
     "uneven": _uneven,
     "outlined": _outlined,
     "borrowing": _borrowing,
+    "penalized": partial(_penalized, how="part"),
+    "penalized whole": partial(_penalized, how="whole"),
+    "product": partial(_penalized, how="product"),
     "detaching": partial(_borrowing, detaches=True),
 }
 

@@ -14,7 +14,7 @@ from onstep.data.loaders.dead_workers import is_death
 from onstep.errors import ConfigError, DataError, OnstepError, text_of
 from onstep.training.compute.batch_notes import beyond_embedding, note_of
 from onstep.training.compute.failed_lookup import is_of_batch
-from onstep.training.compute.losses import IGNORE_INDEX, described
+from onstep.training.compute.losses import IGNORE_INDEX, check_whole, described
 from onstep.training.protocols import ForwardStep
 
 _SURPLUS = re.compile(r"(\w+)\.forward\(\) got an unexpected keyword argument '(\w{1,40})'")
@@ -34,7 +34,8 @@ def call_forward_step(
         asked: keywords for the loss function.
 
     Raises:
-        ConfigError: for a forward step that returns something else, or reads too far.
+        ConfigError: for a forward step that returns something else, reads too far, or computes with a weight of which
+            each rank has a part.
         DataError: in place of an error of torch or Python that is explained by the micro-batch `batch`.
     """
     try:
@@ -57,6 +58,8 @@ def call_forward_step(
         if is_death(error):  # of a data worker, which torch reports from a signal handler
             raise
         check_forward(getattr(model, "module", model))
+        if "mixed torch.Tensor and DTensor" in text_of(error):
+            check_whole(model.parameters(), text_of(error).split(",")[0])
         if batch is None and micro_batches is not None:
             raise DataError(f"{text_of(error)}: the micro-batch is None; does the collator return it?") from error
         if isinstance(batch, Mapping):

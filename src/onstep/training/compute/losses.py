@@ -18,7 +18,7 @@ divided by a count of 0 has NaN gradients, and the step is rejected as not finit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
 from onstep.data.loaders.iterable_loader import count_samples
+from onstep.distributed.shards import as_dtensor
 from onstep.errors import ConfigError, LossError, text_of
 from onstep.training.compute.batch_notes import SECOND_BACKWARD
 
@@ -119,11 +120,12 @@ class MicroLoss:
         """Check the loss.
 
         Raises:
-            ConfigError: if it is not a floating-point tensor of one element.
+            ConfigError: if it is not a floating-point tensor of one element, or is a DTensor.
         """
         loss: object = self.loss
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise ConfigError(f"the loss is {described(loss)}; {ONE_ELEMENT}")
+        check_whole([loss], "the loss is a DTensor")
 
     def keep(self) -> None:
         """Copy loss and report into memory of their own, without their graphs; call it after the backward pass.
@@ -161,6 +163,28 @@ class MicroLoss:
                     "backward pass requires; write x = x + 1 there, or x = x.clone() before it"
                 )
             raise
+
+
+def check_whole(tensors: Iterable[Tensor], sign: str) -> None:
+    """Refuse (ConfigError) a loss that computes with a weight of which each rank has a part.
+
+    Args:
+        tensors: what may be divided between ranks.
+        sign: of such a loss, in words.
+    """
+    one = next((found for found in map(as_dtensor, tensors) if found is not None), None)
+    if one is None:
+        return
+    is_in_shards = any(axis.startswith("dp") for axis in one.device_mesh.mesh_dim_names or ())
+    remedy = (
+        "compute that part of the loss in the model's forward(), where weights in shards are gathered"
+        if is_in_shards
+        else "use its whole value, weight.full_tensor(), on all ranks"
+    )
+    raise ConfigError(
+        f"{sign}: the forward step or its loss computes with a weight of which each of {one.device_mesh.size()} ranks "
+        f"has a part; {remedy}."
+    )
 
 
 def read_loss(result: object, batch: object, weighting: str, is_filler: bool) -> MicroLoss:

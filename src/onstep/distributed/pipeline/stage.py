@@ -120,6 +120,7 @@ class Stage(PipelineStage):
         self._backward, self._after_backward = backward, after_backward
         self._expected: tuple[object, ...] | None = None
         self._num_left, self._seat = 0, seat
+        self._is_checked = False
         self.neighbours: Sequence[Stage] = ()
         """The other stages of this rank."""
 
@@ -200,8 +201,9 @@ class Stage(PipelineStage):
         with self._recorded("forward", fwd_chunk_id):
             result = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         _give_up(self.args_recv_info[fwd_chunk_id])
-        if self.has_backward and fwd_chunk_id == 0:  # 2 ms for eight layers: not for every micro-batch
-            self._check_apart(self.fwd_cache[0][0])
+        if self.has_backward and not self._is_checked:  # 2 ms for eight layers: in the first pass alone
+            self._is_checked = True
+            self._check_apart(self.fwd_cache[fwd_chunk_id][0])
         return result
 
     def _check_apart(self, outputs: Sequence[Tensor]) -> None:

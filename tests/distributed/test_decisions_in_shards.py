@@ -21,16 +21,19 @@ BOTH = dict.fromkeys(("ddp.use_distributed_optimizer", "ddp.overlap_grad_reduce"
 }
 """Each rank updates some rows, in a bucket for each parameter; sums and gathers overlap with the passes."""
 TENSORS = {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True}
-STAGES = {"parallel.pipeline_model_parallel_size": 2, "model.num_layers": 4, "checkpoint.certify": False}
+STAGES = {"parallel.pipeline_model_parallel_size": 2, "model.num_layers": 4}
 KEYS: dict[str, dict[str, Any]] = {
     "fsdp2": SHARDS,
     "hsdp 2x2": SHARDS,
     "distopt2": BOTH,
     "tp2 sp": TENSORS,
     "pp2 1F1B": STAGES,
+    "pp2 interleaved": STAGES | {"parallel.virtual_pipeline_model_parallel_size": 2},
     "pp2 ZBV": STAGES | {"parallel.pipeline_schedule": "ZBVZeroBubble"},
+    "tp2 sp x pp2": TENSORS | STAGES,
+    "distopt2 x pp2": BOTH | STAGES,
 }
-RANKS = {layout: 4 if layout == "hsdp 2x2" else 2 for layout in KEYS}
+RANKS = {layout: 4 if " x " in layout or layout == "hsdp 2x2" else 2 for layout in KEYS}
 WITH_ALL_SAMPLES = [layout for layout in KEYS if layout.startswith(("tp", "pp"))]
 """Whose ranks have the same samples, and so the four micro-batches of one process."""
 IN_ORDER = {"train_sampling_strategy": "sequential", "max_steps": 9, "logging_steps": 1, "eval_strategy": "no"}

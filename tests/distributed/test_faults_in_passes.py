@@ -41,9 +41,9 @@ ENDS = {
 QUICK = [("tp2 sp x pp2", "hang", "forward", 3)]
 
 
-def place(layout: str, rank: int) -> str:
-    """What the layout calls a rank."""
-    return ", ".join([f"rank {rank}", *(f"{axis} {rank >> bit & 1}" for bit, axis in enumerate(LAYOUTS[layout][0]))])
+def place(axes: list[str], rank: int) -> str:
+    """What a layout of axes of two ranks each, the fastest first, calls a rank."""
+    return ", ".join([f"rank {rank}", *(f"{axis} {rank >> bit & 1}" for bit, axis in enumerate(axes))])
 
 
 def rows() -> list[object]:
@@ -78,7 +78,7 @@ def test_all_ranks_end_and_one_is_named_by_its_coordinates(
     seconds = time.time() - (tmp_path / f"at-{event}").stat().st_mtime
     assert all(codes), (codes, output_of(tmp_path))
     error = json.loads((tmp_path / "run" / "run.json").read_text())["error"]
-    assert re.match(f"{place(layout, suspect)} {ENDS[fault]}", error), (error, output_of(tmp_path))
+    assert re.match(f"{place(axes, suspect)} {ENDS[fault]}", error), (error, output_of(tmp_path))
     printed = "".join(path.read_text() for path in tmp_path.glob("rank-*.out"))
     assert printed.count("\nfirst failure: ") == 1, output_of(tmp_path)
     print(f"{seconds:.1f} s: {error}")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from onstep.checkpoint import checkpoints, verify
+from tests.distributed.test_faults_in_passes import LAYOUTS, SHARDS, TENSORS, UPDATES, place
 from tests.support.forked_processes import Processes, output_of
 from tests.support.small_runs import TinyModel
 
@@ -21,8 +22,16 @@ pytestmark = pytest.mark.distributed
 
 JOBS = "tests.support.jobs.shard_run_jobs"
 RANKS = {"bare": 1, "ddp": 2, "fsdp": 2, "hsdp": 4, "distopt": 2, "mxfp8": 2}
-DIVIDED = {"tp2 sp": 2, "pp2 1F1B": 2, "pp2 ZBV": 2, "fsdp2 x tp2": 4}
-RANKS |= DIVIDED
+BUCKETS = ["ddp.bucket_cap_mb=0.05", "ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true"]
+DIVIDED: dict[str, tuple[list[str], list[str]]] = {
+    **{name: LAYOUTS[name] for name in ("tp2 sp", "pp2 1F1B", "pp2 ZBV", "tp2 sp x pp2", "fsdp2 x pp2 interleaved")},
+    "fsdp2 x tp2": (["tp", "dp_shard"], [*SHARDS, *TENSORS[:1]]),
+    "distopt2 x tp2 sp": (["tp", "dp_shard"], [*UPDATES, *BUCKETS, *TENSORS]),
+    "distopt2 x pp2": LAYOUTS["distopt2 x pp2"],
+    "Trainer on pp2": (["pp"], []),
+}
+"""The axes of two ranks each, the fastest first, and the keys."""
+RANKS |= {how: 2 ** len(axes) for how, (axes, _) in DIVIDED.items()}
 STEPS = 6
 
 
@@ -124,17 +133,15 @@ POINTS = [
 MANY = {"write": 60, "open": 2, "rename": 2, "load": 40, "pass": 240}
 """The same for a model of four layers, so that most runs meet their kill."""
 GONE = "is gone (its process was killed or crashed)"
-PLACES = {
-    "tp2 sp": ["rank 0, tp 0", "rank 1, tp 1"],
-    "fsdp2 x tp2": [f"rank {rank}, tp {rank % 2}, dp_shard {rank // 2}" for rank in range(4)],
-    "pp2 1F1B": ["rank 0, pp 0", "rank 1, pp 1"],
-    "pp2 ZBV": ["rank 0, pp 0", "rank 1, pp 1"],
-}
-"""What a layout calls its ranks, where that is more than their numbers."""
+KILLS = {"mxfp8": 10, **dict.fromkeys(("ddp", "fsdp", "hsdp", "distopt"), 60), **dict.fromkeys(DIVIDED, 20)}
+KILLS |= dict.fromkeys(("tp2 sp", "pp2 1F1B", "pp2 ZBV", "fsdp2 x tp2"), 60)
 
 
-def job_of(how: str) -> str:
-    return "divided" if how in DIVIDED else "run"
+def job_of(how: str) -> tuple[str, str]:
+    """The module and the name of what is killed."""
+    if how.startswith("Trainer"):
+        return "tests.support.jobs.pipeline_trainer_jobs", "killed"
+    return JOBS, "divided" if how in DIVIDED else "run"
 
 
 @dataclass
@@ -149,10 +156,10 @@ class Storm:
     def strike(self, processes: Processes, directory: Path, settings: dict[str, Any]) -> list[int]:
         """A part of the run; survivors of a kill say which rank is gone."""
         victim, how = settings["killed"], settings["how"]
-        ranks, place = RANKS[how], PLACES.get(how, [f"rank {victim}"] * (victim + 1))[victim]
+        ranks, killed = RANKS[how], place(DIVIDED.get(how, ([], []))[0], victim)
         printed = [directory / f"rank-{rank}.out" for rank in range(ranks)]
         lengths = [path.stat().st_size if path.exists() else 0 for path in printed]
-        children = processes.start(JOBS, job_of(how), directory, settings, ranks=ranks)
+        children = processes.start(*job_of(how), directory, settings, ranks=ranks)
         codes = {victim: children[victim].wait()}
         died = time.monotonic()
         codes |= {rank: child.wait() for rank, child in enumerate(children) if rank != victim}
@@ -161,7 +168,7 @@ class Storm:
             self.kills[settings["at"][0], victim > 0] += 1
             for rank, path in enumerate(printed):
                 words = path.read_text()[lengths[rank] :]
-                assert rank == victim or f"{place} {GONE}" in words, words
+                assert rank == victim or f"{killed} {GONE}" in words, words
         assert not any(child.is_alive for child in children)
         return [codes[rank] for rank in range(ranks)]
 
@@ -183,15 +190,11 @@ class Storm:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("how", "kills"),
-    [("ddp", 60), ("fsdp", 60), ("hsdp", 60), ("distopt", 60), ("mxfp8", 10), *((how, 60) for how in DIVIDED)],
-    ids=str,
-)
+@pytest.mark.parametrize(("how", "kills"), KILLS.items(), ids=str)
 def test_a_storm_of_kills_changes_nothing(processes: Processes, tmp_path: Path, how: str, kills: int) -> None:
     ranks, pick, directory, storm = RANKS[how], random.Random(how), tmp_path / "run", Storm()
-    untouched = {"how": how, "steps": STEPS}
-    whole = processes.results(JOBS, job_of(how), tmp_path / "whole", untouched, ranks=ranks)
+    common = {"how": how, "keys": DIVIDED.get(how, ([], []))[1], "steps": STEPS}
+    whole = processes.results(*job_of(how), tmp_path / "whole", common, ranks=ranks)
     ends = 0
     while storm.kills.total() < kills:
         rarest = sorted(POINTS, key=lambda point: storm.points[str(point[0])])
@@ -199,7 +202,7 @@ def test_a_storm_of_kills_changes_nothing(processes: Processes, tmp_path: Path, 
         most = MANY.get(kind, most) if how in DIVIDED else most
         rank = 0 if kind in ("open", "rename") or pick.random() < 0.1 else pick.randrange(1, ranks)
         there = checkpoints(directory / "checkpoints")
-        settings = {"how": how, "steps": STEPS, "async": pick.random() < 0.7, "killed": rank}
+        settings = {**common, "async": pick.random() < 0.7, "killed": rank}
         settings |= {"at": [kind, name, pick.randrange(most)], "seed": 2 if there else 0}
         codes = storm.strike(processes, directory, settings)
         for info in checkpoints(directory / "checkpoints"):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from onstep import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from onstep import Callback, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from onstep.callbacks import EMA, TextgenCallback
 from onstep.errors import ConfigError
+from tests.support.jobs.shard_run_jobs import Killing
 
 SIZES = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -116,6 +120,23 @@ for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]
     setattr(Heard, _event, _note(_event))
 
 
+class Watched(Callback):
+    """Kills this rank in a pass of a Trainer, whose stages are made by then.
+
+    Args:
+        killing: what kills it.
+    """
+
+    ranks = "all"
+
+    def __init__(self, killing: Killing) -> None:
+        self.killing = killing
+
+    def on_train_start(self, context: Any) -> None:
+        for chunk in context.model:
+            self.killing.watch(chunk)
+
+
 def own_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
@@ -125,7 +146,22 @@ def job_trainers(settings: dict[str, Any]) -> list[dict[str, Any]]:
     return [_trained(one) for one in settings["trainers"]]
 
 
-def _trained(one: dict[str, Any]) -> dict[str, Any]:
+def job_killed(settings: dict[str, Any]) -> dict[str, Any]:
+    """A Trainer on a pipeline, from the newest checkpoint unless it is the first start; the digest is of its model."""
+    callbacks: list[Callback] = []
+    if int(os.environ["RANK"]) == settings.get("killed"):
+        killing = Killing(*settings["at"])
+        killing.install()
+        callbacks.append(Watched(killing))
+    one = {"directory": "checkpoints", "ranks": int(os.environ["WORLD_SIZE"]), "steps": settings["steps"]}
+    one |= {"checkpoint": {"async_save": settings.get("async", False)}, "resumes": settings.get("seed", 0) > 0}
+    found = _trained(one, callbacks)
+    torch.distributed.barrier()  # rank 0 has written the model
+    digest = sha256(Path("checkpoints/final/model.safetensors").read_bytes()).hexdigest()
+    return {**found, "digests": [digest, found["evaluated"], found["predicted"]]}
+
+
+def _trained(one: dict[str, Any], more_callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     ranks = one["ranks"]
     more = one.get("arguments", {})
     kind_of = Seq2SeqTrainingArguments if "predict_with_generate" in more else TrainingArguments
@@ -164,7 +200,8 @@ def _trained(one: dict[str, Any]) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(frozen in name for frozen in one.get("frozen", [])))
     heard, texts = Heard(), Texts()
-    callbacks: list[Any] = [heard, TextgenCallback(texts, ["AB", "C"], {"do_sample": False}, max_new_tokens=4)]
+    generates = TextgenCallback(texts, ["AB", "C"], {"do_sample": False}, max_new_tokens=4)
+    callbacks: list[Any] = [*more_callbacks, heard, generates]
     if one.get("averages"):
         callbacks.append(EMA(0.5, apply_at_end=False))
     optimizer: Any = own_optimizer if one.get("factory") else None

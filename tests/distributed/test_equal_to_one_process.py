@@ -14,6 +14,7 @@ import pytest
 from onstep.record import read_records, without_wall_clock
 from tests.support.forked_processes import Processes
 from tests.support.jobs.equality_jobs import BAD_STEP, OF_MICRO_BATCHES
+from tests.support.reports import close
 from tests.support.tracker_files import scalars
 
 pytestmark = pytest.mark.distributed
@@ -41,15 +42,6 @@ def timeless(value: Any) -> Any:
     if isinstance(value, str):
         return re.sub(r"\branks? \d+(, \d+)*", "rank 0", value)
     return [timeless(one) for one in value] if isinstance(value, list) else value
-
-
-def close(value: Any) -> Any:
-    """The same with room for rounding in each float."""
-    if isinstance(value, dict):
-        return {key: close(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [close(one) for one in value]
-    return pytest.approx(value, rel=1e-5, nan_ok=True) if isinstance(value, float) else value
 
 
 def written(run: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from onstep import Callback, JsonLogger, pretrain
-from onstep.config import apply_overrides
+from onstep.callbacks import (
+    GradNormLogger,
+    LearningRateMonitor,
+    ParameterNormLogger,
+    ThroughputMonitor,
+    WeightNormLogger,
+)
+from onstep.config import ConfigContainer, apply_overrides
 from onstep.distributed.shards import local_part
 from onstep.errors import NonFiniteError
 from onstep.events import VALID_EVENTS
@@ -76,16 +83,29 @@ def job_runs(settings: dict[str, Any]) -> list[Any]:
     return found
 
 
+def job_reported(settings: dict[str, Any]) -> None:
+    """Train on a text in two starts with all trackers and reports, and with Megatron Bridge's console in the first."""
+    reports = ("params_norm", "throughput")
+    for_trackers = ("throughput", "timers", "validation_ppl", "l2_norm_grad", "runtime", "world_size")
+    for console, stop in (("bridge", 4), ("default", None)):
+        config = _config(settings, stop=stop)
+        options = config.logger
+        options.report_to, options.report_names, options.tensorboard_dir = "all", ["hf", "bridge"], "tb"
+        options.console, options.timing_log_level, options.throughput_window_size = console, 1, 2
+        for name in (*reports, *(f"{one}_to_tensorboard" for one in for_trackers)):
+            setattr(options, f"log_{name}", True)
+        config.model.log_max_attention_logit = True
+        apply_overrides(config, settings["keys"])
+        norms = [GradNormLogger(), ParameterNormLogger(), WeightNormLogger()]
+        rates = [LearningRateMonitor(), ThroughputMonitor(peak_flops_per_device=1e9)]
+        with suppress(SystemExit):
+            pretrain(config, callbacks=[JsonLogger(), *norms, *rates])
+
+
 def _start(settings: dict[str, Any], keys: list[str], *, spoils: bool, stop: int | None) -> list[Any]:
-    config = small_pretrain_config(settings["corpus"], settings["cache"], layers=4, length=16)
-    config.tokenizer.tokenizer_type, config.model.vocab_size = "bytes", 261
-    config.train.global_batch_size, config.train.micro_batch_size, config.train.train_iters = 8, 2, 6
-    config.train.on_nonfinite, config.train.exit_interval = settings["policy"], stop
-    config.validation.eval_interval, config.validation.eval_iters = 2, 2
-    config.logger.log_interval, config.logger.tensorboard_dir, config.logger.tensorboard_log_interval = 1, "tb", 1
-    config.logger.log_progress = config.optimizer.log_num_zeros_in_grad = True
-    config.checkpoint.save_interval, config.checkpoint.most_recent_k = 2, -1
-    config.run.name, config.run.output_dir = "run", "runs"
+    config = _config(settings, stop=stop)
+    config.logger.tensorboard_dir = "tb"
+    config.train.on_nonfinite = settings["policy"]
     apply_overrides(config, keys)
     witness = Witness(spoils)
     code: int | str | None = 0
@@ -96,3 +116,17 @@ def _start(settings: dict[str, Any], keys: list[str], *, spoils: bool, stop: int
     except NonFiniteError as error:
         code = f"{type(error).__name__}: {error}"
     return [witness.lines, code]
+
+
+def _config(settings: dict[str, Any], *, stop: int | None) -> ConfigContainer:
+    """6 steps of 8 samples; an evaluation and a checkpoint at every second."""
+    config = small_pretrain_config(settings["corpus"], settings["cache"], layers=4, length=16)
+    config.tokenizer.tokenizer_type, config.model.vocab_size = "bytes", 261
+    config.train.global_batch_size, config.train.micro_batch_size, config.train.train_iters = 8, 2, 6
+    config.train.exit_interval = stop
+    config.validation.eval_interval, config.validation.eval_iters = 2, 2
+    config.logger.log_interval, config.logger.tensorboard_log_interval = 1, 1
+    config.logger.log_progress = config.optimizer.log_num_zeros_in_grad = True
+    config.checkpoint.save_interval, config.checkpoint.most_recent_k = 2, -1
+    config.run.name, config.run.output_dir = "run", "runs"
+    return config

@@ -40,7 +40,7 @@ test-stores: $(READY) $(MOTO)/.ready
 
 # The long sweeps, which neither of them runs.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	ONSTEP_TEST_PATIENCE=1500 $(BIN)/python -m pytest -m slow --timeout=1800
 
 # Every layout of ranks beside one process, over real processes: losses, norms, weights, bytes sent and held.
 test-distributed: $(READY)

@@ -174,6 +174,10 @@ def test_divided_updates_of_stages_continue_in_other_layouts(processes: Processe
                     "outlined",
                     "reads a weight that stage 1 of a pipeline does not have (the loss is on the device meta)",
                 ),
+                (
+                    "decaying",
+                    "reads a weight that stage 1 of a pipeline does not have (the loss is on the device meta)",
+                ),
                 ("uneven", "the forward step has called the model with other tokens on rank 1, pp 1 than on rank 0"),
             ]
         ),

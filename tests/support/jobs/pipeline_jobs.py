@@ -125,6 +125,12 @@ def _reading(data_iterator: Any, model: nn.Module) -> Any:
     return output, lambda logits: mean(logits) + dict(model.named_parameters())[penalized].square().sum()
 
 
+def _decaying(data_iterator: Any, model: nn.Module) -> Any:
+    """Adds a penalty on all weights."""
+    output, mean = _mean_in_the_loss_function(data_iterator, model)
+    return output, lambda logits: mean(logits) + sum(one.square().sum() for one in model.parameters())
+
+
 def _outlined(data_iterator: Any, model: nn.Module) -> Any:
     """Adds a weight of which this rank has an outline, as a Trainer's model has of other stages."""
     output, mean = _mean_in_the_loss_function(data_iterator, model)
@@ -192,6 +198,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "failing": _failing,
     "uneven": _uneven,
     "outlined": _outlined,
+    "decaying": _decaying,
     "borrowing": _borrowing,
     "penalized": partial(_penalized, how="part"),
     "penalized whole": partial(_penalized, how="whole"),

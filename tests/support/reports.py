@@ -29,9 +29,10 @@ _PRINTED = (
     (r"(?i)((/sec|per[_ ]second\w*|seconds_\w+|mfu|goodput|runtime):\s*|\(ms\): |Time : )[\d.e+-]+( ?s)?", r"\1TIME"),
     (r"(\(TFLOP/s/GPU\): |utilization: |throughput: )[\d.]+", r"\1RATE"),
     (r"# GPUs: \d+", "RANKS"),
+    (r"Theoretical memory footprints: .*", "MEMORY"),
     (r"(?m)\s+$", ""),
 )
-"""What a line has of the clock, of the number of ranks and of the directory, and what stands for it."""
+"""What a line has of the clock, of the ranks, their number and memory, and of the directory, and what stands for it."""
 
 
 def close(value: Any) -> Any:

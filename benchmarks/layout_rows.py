@@ -20,6 +20,7 @@ import torch._inductor.config
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.functional import cross_entropy
@@ -433,7 +434,10 @@ _COUNTED = {
 }
 """Functions of torch.distributed, and what they do."""
 SENT: Counter[str] = Counter()
-"""What this process has sent: bytes by kind, those of the whole tensor; of small sums their number."""
+"""What this process has sent: bytes by kind, those of the whole tensor; of small sums their number.
+
+Gradients that torch sums one by one, those of DTensors in shards, are of the kind `each`.
+"""
 _STEADY = 2
 """A step that does nothing else, from 0."""
 _NUMBERS = count()
@@ -463,13 +467,18 @@ def counted() -> Iterator[None]:
         SENT["send"] += sum(one.tensor.nbytes for one in operations if one.op is dist.isend)
         return passes(operations, *args, **kwargs)
 
-    passes = schedules._batch_p2p
+    def summed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        SENT["each"] += tensor.nbytes
+        return sums(tensor, *args, **kwargs)
+
+    passes, sums = schedules._batch_p2p, _functional_collectives.all_reduce
+    _functional_collectives.all_reduce = summed  # type: ignore[assignment]
     schedules._batch_p2p = passed_on  # type: ignore[assignment]
     for name, own in kept.items():
         setattr(dist, name, counts(name, own))
     try:
         yield
     finally:
-        schedules._batch_p2p = passes
+        schedules._batch_p2p, _functional_collectives.all_reduce = passes, sums
         for name, own in kept.items():
             setattr(dist, name, own)

@@ -35,6 +35,7 @@ from layout_page import EVALUATION, LOSS, ROWS, SAME, TOKENS, Found, write
 from layout_rows import run_row
 from onstep.errors import ConfigError
 from stage_layouts import held_in_parts, sent_in_parts
+from tensor_layouts import small_sums_of_experts
 
 COMPILED = "fsdp2 compiled"
 MUON = "optimizer.optimizer=muon"
@@ -70,6 +71,8 @@ class Compared:
     """Of the losses of evaluations."""
     generates_alike: bool = True
     """Whether the model adds the same tokens to prompts."""
+    small: int = 0
+    """The greatest number of small sums."""
     others: list[str] = field(default_factory=list)
     """What other ranks have sent or held that is not as in theory."""
 
@@ -95,12 +98,7 @@ class Compared:
             return found
         found += [*_differences("sent", self.sent, self.sent_in_theory), *self.others]
         found += _differences("held", self.held, self.held_in_theory)
-        small = _SMALL_SUMS
-        if layout.tensor_ranks > 1 and (
-            variant.loss == "model" or variant.door == "pretrain"
-        ):  # the maximum of logits, and sums over the vocabulary
-            small += 2 * variant.accumulation * (1 + int(dict(_pairs(variant.keys)).get("model.mtp_num_layers", 0)))
-        return found + ([f"{self.sent['small']} small sums"] if self.sent.get("small", 0) > small else [])
+        return found + ([f"{self.sent['small']} small sums"] if self.sent.get("small", 0) > self.small else [])
 
 
 def _differences(what: str, real: dict[str, float], theory: dict[str, float]) -> list[str]:
@@ -121,6 +119,16 @@ def _of_other_ranks(layout: Layout, variant: Variant, found: list[Any], whole: A
 
 _SMALL_SUMS = 3 + 1
 """Of a step, at most: the losses, the norm over one or two dimensions of a mesh."""
+
+
+def _small_sums(layout: Layout, variant: Variant, names: list[str]) -> int:
+    """Small sums of a step, at most."""
+    if layout.tensor_ranks == 1:
+        return _SMALL_SUMS
+    found = _SMALL_SUMS + small_sums_of_experts(layout, variant, names)
+    if variant.loss == "model" or variant.door == "pretrain":  # the maximum of logits, and sums over the vocabulary
+        found += 2 * variant.accumulation * (1 + int(dict(_pairs(variant.keys)).get("model.mtp_num_layers", 0)))
+    return found
 
 
 def sent_in_theory(
@@ -230,6 +238,7 @@ def compared(
         held_in_theory=held_in_theory(layout, variant, whole["shapes"], whole["names"]),
         evaluated=_apart(alone["evaluated"], found["evaluated"]),
         generates_alike=alone["tokens"] == found["tokens"],
+        small=_small_sums(layout, variant, whole["names"]),
         others=_of_other_ranks(layout, variant, found.get("others", []), whole),
         along=None
         if along is None

@@ -72,7 +72,7 @@ def sent_in_parts(
         layers, has_embedding, has_head = _modules(layout, names, place)
         modules = OwnModules(len(layers), has_embedding, has_head)
         for kind, size in sent_in_tensors(layout, variant, own, place, modules).items():
-            found[kind] += size
+            found[kind] = found.get(kind, 0.0) + size
     if _has_two_embeddings(layout, variant, place):
         name = next(name for name in own if name.endswith(_EMBEDDINGS))
         shared = {name: own[name]}

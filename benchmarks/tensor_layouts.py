@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from layout_names import DIVIDED, LENGTH, ROWS, VOCABULARY, Layout, Variant
 
 _COLUMNS = (
@@ -149,8 +151,8 @@ def sent_in_tensors(
     layers = own.layers + depths
     activation = tokens * _HIDDEN * width
     again = layers if options.get("model.recompute_granularity") == "full" else 0  # all but the last sum of a layer
-    found = {"gather": 0.0, "scatter": 0.0, "reduce": 0.0}
-    chosen = tokens * int(options.get("model.moe_router_topk", 2)) * width
+    found = {"gather": 0.0, "scatter": 0.0, "reduce": 0.0, "each": 0.0}
+    chosen = _chosen(layout, variant) * width
     if chosen // variant.accumulation > _SMALL:  # the gradients of the weights of the chosen experts
         found["reduce"] += chosen * sum(name.endswith("router.weight") for name in shapes)
     if own.has_head:
@@ -160,7 +162,12 @@ def sent_in_tensors(
         else:
             of_micro = tokens // variant.accumulation * 4
             found["reduce"] += sum(size * variant.accumulation for size in (of_micro, 2 * of_micro) if size > _SMALL)
-    for sizes in (_summed(layout, variant, shapes, place), _copied(layout, variant, shapes, place)):
+    in_parts = [_summed(layout, variant, shapes, place), _copied(layout, variant, shapes, place)]
+    if shards_of(layout) > 1:
+        times = 1 if layout.stage_ranks > 1 else variant.accumulation  # before those of shards are scattered
+        found["each"] = float(sum(map(sum, in_parts)) * times)
+        in_parts = []
+    for sizes in in_parts:
         if sum(sizes) > _SMALL:
             found["reduce"] += sum(sizes)
     ends = own.has_embedding + depths  # embeddings
@@ -179,10 +186,29 @@ def sent_in_tensors(
     return found
 
 
+def small_sums_of_experts(layout: Layout, variant: Variant, names: list[str]) -> int:
+    """Sums of a step, over the ranks of `tp`, of gradients of the weights of the chosen experts, where they are small.
+
+    Args:
+        layout: of the row.
+        variant: of the row.
+        names: of the parameters.
+    """
+    chosen = _chosen(layout, variant) * getattr(torch, variant.dtype).itemsize
+    number = variant.accumulation * sum(name.endswith("router.weight") for name in names)
+    return number if chosen // variant.accumulation <= _SMALL else 0
+
+
+def _chosen(layout: Layout, variant: Variant) -> int:
+    """The number of experts that a layer chooses for the tokens of a step."""
+    keys = dict(key.split("=") for key in variant.keys)
+    return ROWS * LENGTH // layout.data_ranks * int(keys.get("model.moe_router_topk", 2))
+
+
 def _summed(layout: Layout, variant: Variant, shapes: dict[str, Any], place: Place) -> list[float]:
-    """Bytes of the gradients of which ranks compute summands."""
+    """Bytes of the gradients of which ranks compute summands, which those of shards do before they are scattered."""
     return [
-        held_of_rank(name, shape, layout, variant, place) * width / _updates(layout)
+        math.prod(sizes_of_rank(name, shape, layout, variant, place)) * width / _updates(layout)
         for name, (shape, is_trained, width) in shapes.items()
         if is_trained and _is_summed(name, of_sequences=layout.divides_sequences)
     ]
@@ -191,7 +217,7 @@ def _summed(layout: Layout, variant: Variant, shapes: dict[str, Any], place: Pla
 def _copied(layout: Layout, variant: Variant, shapes: dict[str, Any], place: Place) -> list[float]:
     """Bytes of the gradients of parts that several ranks have."""
     return [
-        held_of_rank(name, shape, layout, variant, place) * width / _updates(layout)
+        math.prod(sizes_of_rank(name, shape, layout, variant, place)) * width / _updates(layout)
         for name, (shape, is_trained, width) in shapes.items()
         if is_trained and _parts(name, layout, variant) < layout.tensor_ranks
     ]

@@ -175,9 +175,11 @@ def test_divided_updates_of_stages_continue_in_other_layouts(processes: Processe
                     "reads a weight that stage 1 of a pipeline does not have (the loss is on the device meta)",
                 ),
                 (
-                    "decaying",
-                    "reads a weight that stage 1 of a pipeline does not have (the loss is on the device meta)",
+                    "decaying trained",
+                    "stage 1 of a pipeline has no layers.0.attention_norm.weight, which is on stage 0",
                 ),
+                ("decaying named", "stage 1 of a pipeline has no layers.0.attention.query.weight, which is on stage 0"),
+                ("decaying norms", "stage 1 of a pipeline has no layers.0.attention_norm.weight, which is on stage 0"),
                 ("uneven", "the forward step has called the model with other tokens on rank 1, pp 1 than on rank 0"),
             ]
         ),

@@ -10,7 +10,8 @@ import torch
 
 from onstep.config import ModelConfig
 from onstep.distributed.pipeline.seats import Seat, is_staged, seat_of
-from onstep.errors import ConfigError
+from onstep.distributed.pipeline.stand_ins import shown
+from onstep.errors import ConfigError, OtherStageError
 from onstep.metrics.model_shape import ModelShape, num_parameters
 from onstep.models.stages import TransformerStage, cut
 from onstep.models.transformer import Transformer, build_transformer
@@ -121,6 +122,38 @@ def test_what_is_on_another_stage_is_named_with_it(name: str) -> None:
     assert not hasattr(middle, "embedding")
     READS[name]((first, middle, last)[owner])
     assert last.layers[-1] is last.layers[3] is whole.layers[3]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_users_code_is_shown_the_weights_of_all_stages_without_values(tied: bool) -> None:
+    whole = whole_of(share_embeddings_and_output_weights=tied)
+    whole.layers[0].requires_grad_(False)
+    known = {name: (one.shape, one.requires_grad) for name, one in whole.named_parameters()}
+    [stage] = cut(whole, seats(2, 2)[1:])
+    own, hooks = dict(stage.named_parameters()), whole.layers[1]._forward_hooks
+    with shown(stage):
+        found = dict(stage.named_parameters())
+        assert {name: (one.shape, one.requires_grad) for name, one in found.items()} == known
+        assert all(found[name] is one for name, one in own.items())
+        assert {name for name, _ in stage.named_modules()} == {name for name, _ in whole.named_modules()}
+        for name in found.keys() - own.keys():
+            for compute in (torch.norm, torch.clone, lambda one: torch._foreach_norm([one]), lambda one: one.data):
+                with pytest.raises(
+                    OtherStageError, match=rf"^stage 1 of a pipeline has no {name}, which is on stage 0"
+                ):
+                    compute(found[name])
+            with torch.no_grad():
+                assert found[name].mul_(2) is found[name]
+        for module in stage.modules():
+            module.register_forward_hook(lambda *given: None)
+        stage.set_input_tensor(torch.zeros(1, 3, whole.config.hidden_size))
+        seen: list[str] = []
+        stage.final_norm.register_forward_pre_hook(
+            lambda *given: seen.extend(name for name, _ in stage.named_parameters())
+        )
+        stage(torch.zeros(1, 3, dtype=torch.int64))
+    assert seen == list(own) == [name for name, _ in stage.named_parameters()]
+    assert not hooks
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -184,8 +184,9 @@ def check_ranks(chunks: Sequence[nn.Module], world: World) -> None:
                 raise ShardingError(
                     f"{f'{prefix}.{name}'.removeprefix('module.').removeprefix('.')} is a DTensor on "
                     f"{dtensor.device_mesh} with placements {dtensor.placements}, which is not data parallelism over "
-                    f"all {world.size} ranks: {rule}. Onstep trains models that are whole on every rank, or "
-                    f"sharded by fully_shard over all of them; load the model without tp_plan or parallelize_module."
+                    f"all {world.size} ranks: {rule}. Load the model without tp_plan or parallelize_module: Onstep "
+                    f"divides its tensors itself, by parallel.tensor_model_parallel_size; or shard it by fully_shard "
+                    f"over all ranks."
                 )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from onstep.config import ModelConfig
 from onstep.distributed.pipeline.seats import Seat, other_stage_of
+from onstep.distributed.pipeline.stand_ins import stand_ins_of
 from onstep.distributed.pipeline.whole import WholePipeline
 from onstep.errors import ConfigError
 from onstep.models.layers.sequence_context import (
@@ -68,6 +69,7 @@ class TransformerStage(Transformer):
         self.layers = StageLayers(whole.layers, seat)
         for name in ("final_norm", "mtp", "output"):
             self._take(whole, name, last)
+        self.stand_ins = stand_ins_of(whole, self)
         self.vocabulary = None
         self.whole_shapes = {name: tuple(one.shape) for name, one in whole.state_dict().items()}
         """The shapes of all weights of the model, in its order."""

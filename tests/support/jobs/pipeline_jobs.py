@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -125,10 +125,18 @@ def _reading(data_iterator: Any, model: nn.Module) -> Any:
     return output, lambda logits: mean(logits) + dict(model.named_parameters())[penalized].square().sum()
 
 
-def _decaying(data_iterator: Any, model: nn.Module) -> Any:
-    """Adds a penalty on all weights."""
+CHOICES: dict[str, Callable[[nn.Module], Iterable[Tensor]]] = {
+    "trained": lambda model: (one for one in model.parameters() if one.requires_grad),
+    "named": lambda model: (one for name, one in model.named_parameters() if name.endswith("query.weight")),
+    "norms": lambda model: (one.weight for one in model.modules() if "Norm" in type(one).__name__),
+}
+"""Weights that a loss has a penalty on."""
+
+
+def _decaying(data_iterator: Any, model: nn.Module, choice: str) -> Any:
+    """Adds a penalty on weights that all stages have."""
     output, mean = _mean_in_the_loss_function(data_iterator, model)
-    return output, lambda logits: mean(logits) + sum(one.square().sum() for one in model.parameters())
+    return output, lambda logits: mean(logits) + sum(one.square().sum() for one in CHOICES[choice](model))
 
 
 def _outlined(data_iterator: Any, model: nn.Module) -> Any:
@@ -198,7 +206,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "failing": _failing,
     "uneven": _uneven,
     "outlined": _outlined,
-    "decaying": _decaying,
+    **{f"decaying {choice}": partial(_decaying, choice=choice) for choice in CHOICES},
     "borrowing": _borrowing,
     "penalized": partial(_penalized, how="part"),
     "penalized whole": partial(_penalized, how="whole"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from onstep.config import ModelConfig
 from onstep.distributed.pipeline.seats import Computed, Seat
+from onstep.distributed.pipeline.stand_ins import stand_ins_of
 from onstep.distributed.pipeline.whole import WholePipeline
 from onstep.errors import ConfigError
 from onstep.models.hf.causal_lm import CausalLM
@@ -276,6 +277,7 @@ def _stage(layers: Layers, seat: Seat, *, is_alone: bool) -> nn.Module:
     stage.whole_shapes = {name: tuple(one.shape) for name, one in whole.state_dict().items()}
     stage.hidden_size, stage.tied_weights = layers.hidden_size, layers.tied
     stage.elsewhere = {one.place.name: one.place.stage for one in stage.modules() if isinstance(one, _Elsewhere)}
+    stage.stand_ins = stand_ins_of(whole, stage)
     stage.set_input_tensor = received.set
     stage.own_stream = HeadShare(seat.stage, seat.num_stages).own_stream
     made: nn.Module = stage

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from onstep.config.pipelines import schedule_of
 from onstep.data import Batch, StepBatches
 from onstep.distributed.buffered import buffered_chunks
 from onstep.distributed.pipeline.seats import Computed, other_stage_of, seat_of
+from onstep.distributed.pipeline.stand_ins import shown
 from onstep.distributed.tensor_regions import check_divisible
 from onstep.errors import ConfigError, DataError, OtherStageError, text_of
 from onstep.events.context import unwrap
@@ -50,7 +50,6 @@ class StagedForward:
         self.chunks: list[Any] = [unwrap(chunk) for chunk in model]
         self.width: int = self.chunks[0].hidden_size
         self._ends = [getattr(seat_of(chunk), "is_last", True) for chunk in self.chunks]
-        self._named = [_with_stand_ins(chunk) for chunk in self.chunks]
         self._draws = [getattr(chunk, "own_stream", None) for chunk in self.chunks]
         self._starts: dict[int, Tensor] = {}
         """The state of torch's generator of the CPU when this rank began each micro-batch of a step."""
@@ -101,9 +100,8 @@ class StagedForward:
         batch = micro_batches.staged
         chunk.set_input_tensor(received)
         handle = None if self._ends[number] else chunk.register_forward_hook(_end)
-        chunk.__dict__["named_parameters"] = self._named[number]
         try:
-            with run.autocast(), self._random_numbers(number, index), self._own_stream(number):
+            with run.autocast(), self._random_numbers(number, index), self._own_stream(number), shown(chunk):
                 result = call_forward_step(
                     self._forward_step, micro_batches, batch, chunk, run.train_state.step, **asked
                 )
@@ -126,7 +124,6 @@ class StagedForward:
                 )
         finally:
             chunk.set_input_tensor(None)
-            del chunk.__dict__["named_parameters"]
             if handle is not None:
                 handle.remove()
         if not micro_batches.is_read:
@@ -199,29 +196,6 @@ def _random_state(state: Tensor) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(now)
-
-
-def _with_stand_ins(chunk: nn.Module) -> Callable[..., Iterator[tuple[str, Tensor]]]:
-    """`named_parameters` for the user's code: those of other stages follow, without values, as a penalty on all weights
-    would leave them out without a word. The model's own code gets those of the stage alone."""
-    elsewhere = getattr(chunk, "elsewhere", ())
-
-    def named(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        yield from type(chunk).named_parameters(chunk, *args, **options)
-        if not _is_running(chunk):
-            yield from ((f"{name}.weight", torch.empty(1, 1, device="meta")) for name in elsewhere)
-
-    return named
-
-
-def _is_running(module: nn.Module) -> bool:
-    """Whether a call of the module is under way."""
-    frame = sys._getframe(1)
-    while frame is not None and not (
-        frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
-    ):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
 
 
 def _end(module: nn.Module, args: object, output: object) -> None:

@@ -1,0 +1,121 @@
+"""Shows the user's code on a stage of a pipeline the modules of other stages, without the values of their weights.
+
+A sum over `model.parameters()` or `model.modules()` would otherwise leave them out without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from onstep.distributed.pipeline.seats import Seat
+from onstep.errors import OtherStageError
+
+
+class StandIn(nn.Parameter):
+    """A weight of another stage: its shape and type are known, and computing with it is an error."""
+
+    lacks: Callable[[], OtherStageError]
+    """Makes that error."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What a function of torch returns that computes nothing; one in place changes nothing.
+
+        Raises:
+            OtherStageError: for others.
+        """
+        given = tree_leaves((args, kwargs))
+        lacks = next(one for one in given if isinstance(one, StandIn)).__dict__["lacks"]
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            raise lacks() from error
+        if any(isinstance(one, Tensor) and all(one is not known for known in given) for one in tree_leaves(result)):
+            raise lacks()
+        return result
+
+
+def stand_ins_of(whole: nn.Module, stage: Any) -> dict[str, nn.Module]:
+    """Modules like those of other stages, by their names, whose weights are stand-ins.
+
+    Args:
+        whole: the model.
+        stage: which has those modules and their stages as `elsewhere`; of a tied weight that it has, it shows that.
+    """
+    own = {name.rpartition(".")[0] for name, _ in stage.named_parameters()}
+    return {
+        name: _like(whole.get_submodule(name), stage.pipeline_seat, at, f"{name}.")
+        for name, at in stage.elsewhere.items()
+        if name not in own
+    }
+
+
+def _like(module: nn.Module, seat: Seat, stage: int, prefix: str) -> nn.Module:
+    made: nn.Module = module.__class__.__new__(module.__class__)
+    made.__dict__ = {
+        **{name: one.copy() if isinstance(one, dict) else one for name, one in vars(module).items()},  # hooks too
+        "_parameters": {
+            name: one if one is None else _outline(one, partial(seat.lacks, prefix + name, stage))
+            for name, one in module._parameters.items()
+        },
+        "_buffers": {name: one if one is None else one.to("meta") for name, one in module._buffers.items()},
+        "_modules": {
+            name: one if one is None else _like(one, seat, stage, f"{prefix}{name}.")
+            for name, one in module._modules.items()
+        },
+    }
+    return made
+
+
+def _outline(parameter: Tensor, lacks: Callable[[], OtherStageError]) -> StandIn:
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    made = StandIn(values, parameter.requires_grad)
+    made.lacks = lacks
+    return made
+
+
+@contextmanager
+def shown(chunk: nn.Module) -> Iterator[None]:
+    """Context in which the modules of a stage, and so its weights, include the stand-ins of others.
+
+    The stage's own code, whenever a call of it is under way, gets those of the stage alone.
+
+    Args:
+        chunk: a stage, or a whole model, of which nothing is elsewhere.
+    """
+    stand_ins: dict[str, nn.Module] = chunk.__dict__.get("stand_ins", {})
+
+    def named_modules(
+        memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        yield from type(chunk).named_modules(chunk, memo, prefix, remove_duplicate)
+        if not _is_running(chunk):
+            for name, module in stand_ins.items():
+                yield from module.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
+
+    chunk.__dict__["named_modules"] = named_modules
+    try:
+        yield
+    finally:
+        del chunk.__dict__["named_modules"]
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a call of the module is under way."""
+    frame = sys._getframe(1)
+    while frame is not None and not (
+        frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+    ):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None

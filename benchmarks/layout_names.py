@@ -171,6 +171,11 @@ class Variant:
         return 16 if self.on_page else ROWS
 
     @property
+    def losses_of_micro_batch(self) -> int:
+        """The number of parts of a micro-batch whose losses the model computes one after the other."""
+        return 2 if "model.chunked_loss=true" in self.keys else 1
+
+    @property
     def has_dropout(self) -> bool:
         """Whether it draws masks."""
         return any("dropout=" in key for key in self.keys)

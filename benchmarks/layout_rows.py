@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._inductor.config
@@ -34,6 +35,7 @@ from onstep.distributed import World, open_world
 from onstep.distributed.gradient_exchange import average_in
 from onstep.distributed.pipeline.seats import is_staged
 from onstep.distributed.shards import as_dtensor, local_part, whole
+from onstep.models import vocabulary_loss
 from onstep.models.generation.generate import generate, inner_transformer
 from onstep.models.hf.causal_lm import inner_causal_lm
 from onstep.models.transformer import build_transformer
@@ -313,7 +315,8 @@ def run_row(
     Path(directory).mkdir(exist_ok=True)
     if config.train.torch_compile:
         torch._inductor.config.fallback_random = True  # masks of dropout are drawn as without compilation
-    with counted():
+    tokens = _micro_batch_of(layout, variant) * LENGTH // variant.losses_of_micro_batch
+    with counted(), patch.object(vocabulary_loss, "CHUNK_BYTES", tokens * 4 * VOCABULARY):
         _DOORS[variant.door](config, layout, variant, watch, directory)
     if os.environ.get("RANK", "0") == "0":
         for values, file in ((watch.values, parameters), (watch.starts, starts)):

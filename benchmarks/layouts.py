@@ -127,7 +127,8 @@ def _small_sums(layout: Layout, variant: Variant, names: list[str]) -> int:
         return _SMALL_SUMS
     found = _SMALL_SUMS + small_sums_of_experts(layout, variant, names)
     if variant.loss == "model" or variant.door == "pretrain":  # the maximum of logits, and sums over the vocabulary
-        found += 2 * variant.accumulation * (1 + int(dict(_pairs(variant.keys)).get("model.mtp_num_layers", 0)))
+        depths = int(dict(_pairs(variant.keys)).get("model.mtp_num_layers", 0))
+        found += 2 * variant.accumulation * variant.losses_of_micro_batch * (1 + depths)
     return found
 
 

@@ -160,8 +160,9 @@ def sent_in_tensors(
         if variant.loss == "step":
             found["gather"] += tokens * math.ceil(VOCABULARY / ranks) * ranks * width
         else:
-            of_micro = tokens // variant.accumulation * 4
-            found["reduce"] += sum(size * variant.accumulation for size in (of_micro, 2 * of_micro) if size > _SMALL)
+            parts = variant.accumulation * variant.losses_of_micro_batch
+            of_part = tokens // parts * 4
+            found["reduce"] += sum(size * parts for size in (of_part, 2 * of_part) if size > _SMALL)
     in_parts = [_summed(layout, variant, shapes, place), _copied(layout, variant, shapes, place)]
     if shards_of(layout) > 1:
         times = 1 if layout.stage_ranks > 1 else variant.accumulation  # before those of shards are scattered
@@ -175,7 +176,7 @@ def sent_in_tensors(
         found["reduce"] += (4 * layers + ends + again) * activation
         return found
     regions = sum(name.endswith(("attention.query.weight", "feed_forward.up.weight", _SHARED)) for name in shapes)
-    is_kept = "model.chunked_loss=true" not in variant.keys
+    is_kept = variant.losses_of_micro_batch == 1  # in chunks, gradients are computed with the losses
     heads = own.has_head + depths
     found["gather"] += (4 * layers + 2 * depths + heads * (1 + is_kept) + 2 * again + regions) * activation
     found["scatter"] += (4 * layers + depths + again) * activation

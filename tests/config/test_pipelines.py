@@ -147,9 +147,15 @@ def test_numbers_of_micro_batches_are_those_that_torch_runs() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"batch": 2}, r"^train\S+=2 gives 1 micro-batch of 2 to each of 1 pipeline, which the "
-                       r"schedule 1F1B on 2 ranks does not run; use 4, or parallel.pipeline_schedule=GPipe\.$"),
-        ({"batch": 10, "parallel__" + VIRTUAL: 2}, r"=10 gives 5 micro-batches .*1F1B .*; use 12, or .*=LoopedBFS"),
+        (
+            {"batch": 2},
+            r"^train\S+=2 gives 1 micro-batch of 2 to each of 1 pipeline, which the schedule 1F1B on 2 ranks does not "
+            r"run; use train.micro_batch_size=1, train.global_batch_size=4, or parallel.pipeline_schedule=GPipe\.$",
+        ),
+        (
+            {"batch": 10, "parallel__" + VIRTUAL: 2},
+            r"=10 gives 5 micro-batches .*1F1B .*; use train.micro_batch_size=1, .*batch_size=12, or .*=LoopedBFS",
+        ),
         ({"model__num_layers": 5}, r"^model.num_layers=5 cannot be divided into 2 equal stages"),
         ({"ddp__use_distributed_optimizer": True, "ddp__overlap_grad_reduce": True},
          r"^ddp.overlap_grad_reduce=true is not supported with \S+=2, schedule 1F1B; set it to false"),

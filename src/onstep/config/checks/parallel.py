@@ -91,11 +91,14 @@ def _check_pipeline(config: ConfigContainer, ranks: int) -> None:
         data = sizes.data
         count, least = batch // (micro * data), schedule.least(pp)
         if not schedule.runs(pp, count):
+            smaller = (one for one in range(micro - 1, 0, -1) if batch % (one * data) == 0)
+            fitting = next((one for one in smaller if schedule.runs(pp, batch // (one * data))), None)
             close = next(one for one in range(max(count, least), count + least + pp + 1) if schedule.runs(pp, one))
+            remedy = "" if fitting is None else f"train.micro_batch_size={fitting}, "
             raise ConfigError(
                 f"train.global_batch_size={batch} gives {count} micro-batch{'es' * (count != 1)} of {micro} to each of "
                 f"{data} pipeline{'s' * (data != 1)}, which the schedule {schedule.name} on {pp} ranks does not run; "
-                f"use {close * micro * data}, or "
+                f"use {remedy}train.global_batch_size={close * micro * data}, or "
                 f"parallel.pipeline_schedule={schedule.for_any_number.name}."
             )
 

@@ -110,10 +110,11 @@ class StagedForward:
         except Exception as error:
             refusal = _of_other_stage(error, chunk)
             if refusal is None:
-                seat = chunk.pipeline_seat
-                error.add_note(
-                    f"on stage {seat.stage} of a pipeline, with {seat.content}; what others have is not here"
-                )
+                if not isinstance(error, OtherStageError):
+                    seat = chunk.pipeline_seat
+                    error.add_note(
+                        f"on stage {seat.stage} of a pipeline, with {seat.content}; what others have is not here"
+                    )
                 raise
             raise refusal from error
         else:

@@ -21,18 +21,21 @@ FURTHER = ["moe", "experts", "experts of float64", "later tokens"]
 ROWS = {
     "tp2": [*PLAIN, *FURTHER, "one group", "muon", "Trainer", *OTHERS],
     "tp2 sp": [*PLAIN, *FURTHER, "losses of words", "attention dropout", "lora", "pretrain", "muon", *OTHERS],
-    "fsdp2 x tp2 sp": ["llama", "gpt2", "mixtral", "an empty rank", "losses", "one group", "muon", *FURTHER],
-    "fsdp2 x tp2": ["an empty rank", "llama", "Trainer"],
-    "dp2 x tp2": ["an empty rank"],
-    "tp4 sp": ["an empty rank", "losses", "one group", "grouped"],
-    "tp2 sp checkpointed": ["plain"],
-    "hsdp 2x2 x tp2 sp": ["losses"],
+    "fsdp2 x tp2 sp": ["llama", "gpt2", "mixtral", "an empty rank", "losses", "one group", "muon", "float64", *FURTHER],
+    "fsdp2 x tp2": ["an empty rank", "llama", "Trainer", "float64"],
+    "dp2 x tp2": ["an empty rank", "float64"],
+    "tp4 sp": ["an empty rank", "losses", "one group", "grouped", "float64"],
+    "tp2 sp checkpointed": ["plain", "float64"],
+    "hsdp 2x2 x tp2 sp": ["losses", "float64"],
     "distopt2 x tp2": [*PLAIN, "moe", "experts of float64", "later tokens", "muon", "Trainer", *OTHERS],
-    "distopt2 x tp2 sp": ["losses", "lora", "pretrain", "muon"],
-    **{name: ["plain", "tied"] for name in ("pp2", "pp2 ZBV", "pp2 zero bubble", "pp4", "dp2 x pp2", "fsdp2 x pp2")},
-    "tp2 x pp2": ["plain", "tied", "experts", "grouped"],
-    "distopt2 x pp2": ["plain", "tied"],
-    "distopt2 x tp2 sp both": ["an empty rank", "tied", "losses", "one group", "experts"],
+    "distopt2 x tp2 sp": ["losses", "lora", "pretrain", "muon", "float64"],
+    **{
+        name: ["plain", "tied", "float64"]
+        for name in ("pp2", "pp2 ZBV", "pp2 zero bubble", "pp4", "dp2 x pp2", "fsdp2 x pp2")
+    },
+    "tp2 x pp2": ["plain", "tied", "experts", "grouped", "float64"],
+    "distopt2 x pp2": ["plain", "tied", "float64"],
+    "distopt2 x tp2 sp both": ["an empty rank", "tied", "losses", "one group", "experts", "float64"],
 }
 
 

@@ -225,7 +225,7 @@ VARIANTS = {
     "one head": Variant("llama", options={"num_key_value_heads": 1}),
     "qwen2": Variant("qwen2"),
     "llama padded": Variant("llama", options={"pad_token_id": 3, "tie_word_embeddings": True}),
-    "qwen3": Variant("qwen3", accumulation=3),
+    "qwen3": Variant("qwen3", accumulation=3, options={"head_dim": 8}),  # by default 128, whatever the width
     "pretrain": Variant(door="pretrain", accumulation=3),
     "muon": Variant(door="pretrain", keys=("optimizer.optimizer=muon", "optimizer.muon_fp32_matmul_prec=highest")),
     "muon in bf16": Variant(door="pretrain", keys=("optimizer.optimizer=muon",)),

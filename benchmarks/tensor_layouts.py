@@ -164,9 +164,9 @@ def sent_in_tensors(
             of_part = tokens // parts * 4
             found["reduce"] += sum(size * parts for size in (of_part, 2 * of_part) if size > _SMALL)
     in_parts = [_summed(layout, variant, shapes, place), _copied(layout, variant, shapes, place)]
-    if shards_of(layout) > 1:
-        times = 1 if layout.stage_ranks > 1 else variant.accumulation  # before those of shards are scattered
-        found["each"] = float(sum(map(sum, in_parts)) * times)
+    if shards_of(layout) > 1 or (layout.data_ranks > 1 and layout.stage_ranks == 1 and not divides_updates(layout)):
+        is_once = layout.stage_ranks > 1 or shards_of(layout) == 1
+        found["each"] = float(sum(map(sum, in_parts)) * (1 if is_once else variant.accumulation))  # by FSDP2
         in_parts = []
     for sizes in in_parts:
         if sum(sizes) > _SMALL:

@@ -23,7 +23,7 @@ ROWS = {
     "tp2 sp": [*PLAIN, *FURTHER, "losses of words", "attention dropout", "lora", "pretrain", "muon", *OTHERS],
     "fsdp2 x tp2 sp": ["llama", "gpt2", "mixtral", "an empty rank", "losses", "one group", "muon", "float64", *FURTHER],
     "fsdp2 x tp2": ["an empty rank", "llama", "Trainer", "float64"],
-    "dp2 x tp2": ["an empty rank", "float64"],
+    "dp2 x tp2": ["an empty rank", "one group", "losses", "float64"],
     "tp4 sp": ["an empty rank", "losses", "one group", "grouped", "float64"],
     "tp2 sp checkpointed": ["plain", "float64"],
     "hsdp 2x2 x tp2 sp": ["losses", "float64"],
@@ -57,7 +57,12 @@ SHORT = {
         )
     ]
     + [("pp2 interleaved", "tied")],
-    4: [("fsdp2 x tp2 sp", "losses"), ("distopt2 x tp2 sp both", "one group"), ("fsdp2 x pp2", "tied")],
+    4: [
+        ("fsdp2 x tp2 sp", "losses"),
+        ("dp2 x tp2", "one group"),
+        ("distopt2 x tp2 sp both", "one group"),
+        ("fsdp2 x pp2", "tied"),
+    ],
 }
 
 

@@ -456,7 +456,7 @@ def main() -> None:
     variants = chosen.variants.split(",") if chosen.variants else [one for one in VARIANTS if one not in PAGE]
     print("loss, norm: largest relative difference from one process; sent: bytes of a step in units of the parameters'")
     print(
-        f"{'layout':19}{'variant':14}{'loss':>9}{'norm':>9}{'weights':>9}{'gather':>8}{'scatter':>8}{'reduce':>8}{'send':>8}{'held':>7}"
+        f"{'layout':23}{'variant':18}{'loss':>9}{'norm':>9}{'weights':>9}{'gather':>8}{'scatter':>8}{'reduce':>8}{'send':>8}{'held':>7}"
     )
     ended_well = True
     with tempfile.TemporaryDirectory() as directory:
@@ -486,7 +486,7 @@ def main() -> None:
                 except RuntimeError as error:
                     if (refusal := _refusal_in(str(error))) is None:
                         raise
-                    print(f"{layout:19}{variant:14} refused: {refusal}", flush=True)
+                    print(f"{layout:23}{variant:18} refused: {refusal}", flush=True)
                     continue
                 along = None
                 if has_second_run(layout):
@@ -509,7 +509,7 @@ def _print(layout: str, variant: str, found: Compared, shapes: list[Any]) -> boo
     outside = found.outside(LAYOUTS[layout], variant_of(layout, variant))
     apart = f"{found.loss:9.1e}{found.norm:9.1e}{found.parameters:9.1e}"
     held = sum(found.held.values()) / whole
-    print(f"{layout:19}{variant:14}{apart}{sent}{held:7.3f}  {'; '.join(outside) or 'as in theory'}", flush=True)
+    print(f"{layout:23}{variant:18}{apart}{sent}{held:7.3f}  {'; '.join(outside) or 'as in theory'}", flush=True)
     if found.along is not None:
         loss, norm = found.along
         print(f"{'':8}{'with the weights of one':25}{loss:9.1e}{norm:9.1e}", flush=True)

@@ -209,7 +209,7 @@ def _chosen(layout: Layout, variant: Variant) -> int:
 def _summed(layout: Layout, variant: Variant, shapes: dict[str, Any], place: Place) -> list[float]:
     """Bytes of the gradients of which ranks compute summands, which those of shards do before they are scattered."""
     return [
-        math.prod(sizes_of_rank(name, shape, layout, variant, place)) * width / _updates(layout)
+        _own_rows(name, shape, layout, variant, place) * width
         for name, (shape, is_trained, width) in shapes.items()
         if is_trained and _is_summed(name, of_sequences=layout.divides_sequences)
     ]
@@ -218,12 +218,14 @@ def _summed(layout: Layout, variant: Variant, shapes: dict[str, Any], place: Pla
 def _copied(layout: Layout, variant: Variant, shapes: dict[str, Any], place: Place) -> list[float]:
     """Bytes of the gradients of parts that several ranks have."""
     return [
-        math.prod(sizes_of_rank(name, shape, layout, variant, place)) * width / _updates(layout)
+        _own_rows(name, shape, layout, variant, place) * width
         for name, (shape, is_trained, width) in shapes.items()
         if is_trained and _parts(name, layout, variant) < layout.tensor_ranks
     ]
 
 
-def _updates(layout: Layout) -> int:
-    """The number of ranks that divide the updates, each of which sums its part over the ranks of `tp`."""
-    return layout.data_ranks if divides_updates(layout) else 1
+def _own_rows(name: str, shape: list[int], layout: Layout, variant: Variant, place: Place) -> float:
+    """Elements of the gradient of a parameter that a rank sums over the ranks of `tp`: all, or of rows it updates."""
+    rows, *others = sizes_of_rank(name, shape, layout, variant, place)
+    own = _part(rows, layout.data_ranks, place.data) if divides_updates(layout) else rows
+    return float(own * math.prod(others))

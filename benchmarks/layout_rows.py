@@ -137,10 +137,11 @@ class Watch(Callback):
         if is_staged(context.model):
             gathered = whole_of_stages([*context.model], context.state.world)
             self.values = {} if gathered is None else {name: one.detach() for name, one in gathered.named_parameters()}
+            model = gathered
         else:
             self.values = {name: whole(one.detach()) for name, one in named}
-            biases = ((name, one) for name, one in model.named_buffers() if name.endswith("expert_bias"))
-            self.values |= {_plain(name): one.clone() for name, one in biases}  # which follow the loads of all steps
+        biases = [] if model is None else [one for one in model.named_buffers() if one[0].endswith("expert_bias")]
+        self.values |= {_plain(name): one.clone() for name, one in biases}  # which follow the loads of all steps
         if masters := getattr(model, "masters", None):
             self.held["masters"] = _bytes([*masters.values()])
         self.held["state"] = _bytes(

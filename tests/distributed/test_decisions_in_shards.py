@@ -31,7 +31,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "pp2 interleaved": STAGES | {"parallel.virtual_pipeline_model_parallel_size": 2},
     "pp2 ZBV": STAGES | {"parallel.pipeline_schedule": "ZBVZeroBubble"},
     "tp2 sp x pp2": TENSORS | STAGES,
-    "distopt2 x pp2": BOTH | STAGES,
+    "distopt2 x pp2": {"ddp.use_distributed_optimizer": True, "ddp.bucket_cap_mb": 1e-4} | STAGES,
 }
 RANKS = {layout: 4 if " x " in layout or layout == "hsdp 2x2" else 2 for layout in KEYS}
 WITH_ALL_SAMPLES = [layout for layout in KEYS if layout.startswith(("tp", "pp"))]

@@ -180,6 +180,7 @@ def test_divided_updates_of_stages_continue_in_other_layouts(processes: Processe
                 ),
                 ("decaying named", "stage 1 of a pipeline has no layers.0.attention.query.weight, which is on stage 0"),
                 ("decaying norms", "stage 1 of a pipeline has no layers.0.attention_norm.weight, which is on stage 0"),
+                ("hooked", "rank 0, pp 0: a forward hook of layers.0 keeps an activation of stage 0 of a pipeline"),
                 ("uneven", "the forward step has called the model with other tokens on rank 1, pp 1 than on rank 0"),
             ]
         ),

@@ -73,6 +73,7 @@ WEIGHT = "the forward step or its loss computes with a weight of which each of 2
     [
         ([IN_TWO], "penalized", f"the loss is a DTensor: {WEIGHT}use its whole value, weight.full_tensor(), on all"),
         ([IN_TWO], "product", f"got mixed torch.Tensor and DTensor: {WEIGHT}use its whole value, weight.full_tensor()"),
+        ([IN_TWO, SEQUENCES], "hooked", "which compute one model: it reads a part that each rank has of a weight"),
         (["parallel.data_parallel_shard_size=2", "train.micro_batch_size=2"], "penalized", f"{WEIGHT}compute that par"),
     ],
 )

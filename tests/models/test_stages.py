@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onstep.config import ModelConfig
+from onstep.distributed.pipeline.kept_activations import refusing_kept_activations
 from onstep.distributed.pipeline.seats import Seat, is_staged, seat_of
 from onstep.distributed.pipeline.stand_ins import shown
 from onstep.errors import ConfigError, OtherStageError
@@ -122,6 +123,34 @@ def test_what_is_on_another_stage_is_named_with_it(name: str) -> None:
     assert not hasattr(middle, "embedding")
     READS[name]((first, middle, last)[owner])
     assert last.layers[-1] is last.layers[3] is whole.layers[3]
+
+
+HOOKS: dict[str, Callable[[list[Any], Any], Any]] = {
+    "output": lambda kept, output: kept.append(output),
+    "square": lambda kept, output: kept.append(output.float().square().mean()),
+    "values": lambda kept, output: kept.append(output.detach()),
+    "number": lambda kept, output: kept.append(output.square().mean().item()),
+    "returns": lambda kept, output: kept.append(output) or output * 2,
+    "in place": lambda kept, output: kept.append(output.mul_(2)),
+}
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_hooks_of_a_stage_may_keep_values_and_change_activations_but_not_keep_them(how: str) -> None:
+    [stage] = cut(whole_of(), seats(2, 2)[:1])
+    kept: list[Any] = []
+    hook = stage.layers[1].register_forward_hook(lambda module, args, output: HOOKS[how](kept, output))
+    with refusing_kept_activations(stage, stage.pipeline_seat):
+        if how in ("output", "square"):
+            with pytest.raises(
+                OtherStageError, match=r"^a forward hook of layers.1 keeps an activation of stage 0 of a"
+            ):
+                stage(torch.zeros(1, 3, dtype=torch.int64))
+        else:
+            stage(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+            assert all(one.grad is not None for one in stage.layers[1].parameters())
+    assert list(stage.layers[1]._forward_hooks) == [hook.id]
+    assert kept
 
 
 @pytest.mark.parametrize("tied", [False, True])

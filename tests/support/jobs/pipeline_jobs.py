@@ -145,6 +145,26 @@ def _outlined(data_iterator: Any, model: nn.Module) -> Any:
     return output, lambda logits: mean(logits) + torch.zeros((), device="meta")
 
 
+_KEPT: list[Tensor] = []
+
+
+def _hooked(data_iterator: Any, model: nn.Module) -> Any:
+    """Adds a loss of what hooks keep of each layer."""
+    _KEPT.clear()
+    layers = [module for name, module in model.named_modules() if name.startswith("layers.") and name.count(".") == 1]
+
+    def keep(module: nn.Module, args: object, output: Tensor) -> None:
+        _KEPT.append(output.square().mean())
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        output, mean = _mean_in_the_loss_function(data_iterator, model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return output, lambda logits: mean(logits) + sum(_KEPT)
+
+
 _BORROWED: dict[bytes, Tensor] = {}
 
 
@@ -207,6 +227,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "uneven": _uneven,
     "outlined": _outlined,
     **{f"decaying {choice}": partial(_decaying, choice=choice) for choice in CHOICES},
+    "hooked": _hooked,
     "borrowing": _borrowing,
     "penalized": partial(_penalized, how="part"),
     "penalized whole": partial(_penalized, how="whole"),

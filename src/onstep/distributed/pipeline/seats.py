@@ -80,6 +80,18 @@ class Seat:
             f"detach() the activations, or set parallel.pipeline_model_parallel_size=1."
         )
 
+    def keeps(self, name: str) -> OtherStageError:
+        """The error of a forward hook that keeps activations for a loss, which is computed on the last stage.
+
+        Args:
+            name: of the module.
+        """
+        return OtherStageError(
+            f"a forward hook of {name} keeps an activation of stage {self.stage} of a pipeline, of which the loss on "
+            f"stage {self.num_stages - 1} could not get a gradient; keep its detach(), or set "
+            f"parallel.pipeline_model_parallel_size=1."
+        )
+
     @property
     def content(self) -> str:
         """What it has, in words."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,19 +47,29 @@ class StandIn(nn.Parameter):
         return result
 
 
-def stand_ins_of(whole: nn.Module, stage: Any) -> dict[str, nn.Module]:
-    """Modules like those of other stages, by their names, whose weights are stand-ins.
+@dataclass(frozen=True)
+class StandIns:
+    """Modules like those of other stages, which a stage has without having their weights."""
+
+    modules: dict[str, nn.Module]
+    """By their names in the whole model."""
+
+
+def stand_ins_of(whole: nn.Module, stage: Any) -> StandIns:
+    """Modules like those of other stages, whose weights are stand-ins.
 
     Args:
         whole: the model.
         stage: which has those modules and their stages as `elsewhere`; of a tied weight that it has, it shows that.
     """
     own = {name.rpartition(".")[0] for name, _ in stage.named_parameters()}
-    return {
-        name: _like(whole.get_submodule(name), stage.pipeline_seat, at, f"{name}.")
-        for name, at in stage.elsewhere.items()
-        if name not in own
-    }
+    return StandIns(
+        {
+            name: _like(whole.get_submodule(name), stage.pipeline_seat, at, f"{name}.")
+            for name, at in stage.elsewhere.items()
+            if name not in own
+        }
+    )
 
 
 def _like(module: nn.Module, seat: Seat, stage: int, prefix: str) -> nn.Module:
@@ -94,14 +105,14 @@ def shown(chunk: nn.Module) -> Iterator[None]:
     Args:
         chunk: a stage, or a whole model, of which nothing is elsewhere.
     """
-    stand_ins: dict[str, nn.Module] = chunk.__dict__.get("stand_ins", {})
+    stand_ins: StandIns = chunk.__dict__.get("stand_ins", StandIns({}))
 
     def named_modules(
         memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         yield from type(chunk).named_modules(chunk, memo, prefix, remove_duplicate)
         if not _is_running(chunk):
-            for name, module in stand_ins.items():
+            for name, module in stand_ins.modules.items():
                 yield from module.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
 
     chunk.__dict__["named_modules"] = named_modules

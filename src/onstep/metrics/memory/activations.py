@@ -66,16 +66,17 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
     """
     tokens: int = shape.seq_length * (cfg.train.micro_batch_size or 1)
     layers = [_Layer(shape, storage, _targets(cfg.peft, index)) for index in range(shape.all_layers)]
+    first = layers[0] if layers else _Layer(shape, storage, None)  # a stage may have the embedding or the head alone
     sizes = [layer.kept(bool(shape.moe_layers) and shape.moe_layers[index]) for index, layer in enumerate(layers)]
-    if counts.added:  # nothing before the first adapter has a gradient
-        sizes[0] -= layers[0].norm(shape.hidden_size) // shape.sequence_parts
+    if counts.added and layers:  # nothing before the first adapter has a gradient
+        sizes[0] -= first.norm(shape.hidden_size) // shape.sequence_parts
     granularity, interval = (
         getattr(cfg.model, "recompute_granularity", None),
         getattr(cfg.model, "recompute_interval", 1),
     )
     recomputes = granularity == "full" and interval == 1
     of_recomputed = storage.residual * shape.hidden_size // shape.sequence_parts + (
-        layers[0].products() if granularity == "selective" else 0
+        first.products() if granularity == "selective" else 0
     )
     kept = sum(
         size if granularity is None or index % interval else min(size, of_recomputed)
@@ -89,15 +90,15 @@ def micro_batch(shape: ModelShape, cfg: Any, counts: WeightCounts, storage: Stor
     copies, angles = _copies(counts, storage, recomputes), _angles(shape, cfg, storage)
     on_host = tokens * kept if cfg.model.offload_activations else 0
     return MicroBatch(
-        activations=tokens * (kept + _handed_on(shape, storage, layers[0]))
+        activations=tokens * (kept + _handed_on(shape, storage, first))
         + ends
         + (angles if storage.quantization else 0)
         - on_host,
-        layer=tokens * max(sizes),
+        layer=tokens * max(sizes, default=0),
         logits=logits * (1 + shape.mtp_depth),
         copies=copies + (0 if storage.quantization else angles),
-        copies_of_layer=copies // len(sizes),
-        temporary=tokens * layers[0].temporary() + _dequantized(counts, storage),
+        copies_of_layer=copies // max(1, len(sizes)),
+        temporary=tokens * (first.temporary() if layers else 0) + _dequantized(counts, storage),
         on_host=on_host,
         kept_logits=kept_logits,
     )

@@ -1,7 +1,8 @@
-"""Refuses a forward step that calls the parts of one model with different tokens on different ranks."""
+"""Refuses a forward step whose tokens or losses differ between ranks that compute one model."""
 
 from __future__ import annotations
 
+from math import isclose
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from onstep.training.feature import Feature
 from onstep.training.stages.job import Job
 from onstep.training.stages.staged import TOKENS
 
+_ROUNDING = 1e-6
+"""How far apart losses may be that are computed from the same values, relatively."""
+
 
 class SameTokens(Feature[Job]):
-    """Compares the tokens of the first step, which all ranks that compute one model must call it with."""
+    """Compares the tokens and the losses of the first step on ranks that compute one model."""
 
     name = "same_tokens"
     when = "parallel.tensor_model_parallel_size or parallel.pipeline_model_parallel_size is above 1"
@@ -44,7 +48,7 @@ class SameTokens(Feature[Job]):
                 self._hooks.append(unwrap(chunk).register_forward_pre_hook(hook, with_kwargs=True))
 
     def before_update(self, step: Step) -> None:
-        """Compare the tokens of this step with those of other ranks. Collective.
+        """Compare the tokens and losses of this step with those of other ranks. Collective.
 
         Raises:
             ConfigError: on all ranks, for different ones.
@@ -54,7 +58,8 @@ class SameTokens(Feature[Job]):
         self._is_due = False
         self._stop()
         world = self.host.run.world
-        calls = world.gather([sorted(one.tolist() for one in sums) for sums in self._sums])
+        own = [sorted(one.tolist() for one in sums) for sums in self._sums], [float(one.loss) for one in step.micros]
+        calls, losses = zip(*world.gather(own), strict=True)
         for part in world.parts("pp", "cp", "tp"):
             other = next((rank for rank in part for of_chunk in calls[rank] if of_chunk != calls[part[0]][0]), None)
             if other is not None:
@@ -63,6 +68,19 @@ class SameTokens(Feature[Job]):
                     f"{world.place(part[0])}, which compute one model: on each rank it must call it with the tokens of "
                     f"next(data_iterator), and change them alike, at random by torch's own generator only."
                 )
+
+        for part in world.parts("tp"):
+            first = part[0]
+            for rank in part:
+                for here, there in zip(losses[rank], losses[first], strict=True):
+                    if not (isclose(here, there, rel_tol=_ROUNDING) or here != here):
+                        raise ConfigError(
+                            f"the loss of a micro-batch is {here} on {world.place(rank)} and {there} on "
+                            f"{world.place(first)}, which compute one model: it reads a part that each rank has of a "
+                            f"weight (to_local()) or of activations (by a forward hook); compute it from what the "
+                            f"model returns and from whole weights, weight.full_tensor(), or set "
+                            f"parallel.tensor_model_parallel_size=1."
+                        )
 
     def _stop(self) -> None:
         for hook in self._hooks:

@@ -14,6 +14,7 @@ from onstep.config import ParallelConfig
 from onstep.config.pipelines import schedule_of
 from onstep.data import Batch, StepBatches
 from onstep.distributed.buffered import buffered_chunks
+from onstep.distributed.pipeline.kept_activations import refusing_kept_activations
 from onstep.distributed.pipeline.seats import Computed, other_stage_of, seat_of
 from onstep.distributed.pipeline.stand_ins import shown
 from onstep.distributed.tensor_regions import check_divisible
@@ -51,6 +52,8 @@ class StagedForward:
         self.width: int = self.chunks[0].hidden_size
         self._ends = [getattr(seat_of(chunk), "is_last", True) for chunk in self.chunks]
         self._draws = [getattr(chunk, "own_stream", None) for chunk in self.chunks]
+        self._unseen = {number for number, is_last in enumerate(self._ends) if not is_last}
+        """The chunks without a loss, before their first pass."""
         self._starts: dict[int, Tensor] = {}
         """The state of torch's generator of the CPU when this rank began each micro-batch of a step."""
 
@@ -101,7 +104,7 @@ class StagedForward:
         chunk.set_input_tensor(received)
         handle = None if self._ends[number] else chunk.register_forward_hook(_end)
         try:
-            with run.autocast(), self._random_numbers(number, index), self._own_stream(number), shown(chunk):
+            with run.autocast(), self._random_numbers(number, index), self._during_call(number), shown(chunk):
                 result = call_forward_step(
                     self._forward_step, micro_batches, batch, chunk, run.train_state.step, **asked
                 )
@@ -141,13 +144,19 @@ class StagedForward:
         self._starts[index] = torch.get_rng_state()
         return nullcontext()
 
-    def _own_stream(self, number: int) -> AbstractContextManager[object]:
-        """Let a chunk that does not know what other stages draw have numbers of its own, from when it is called."""
-        chunk, enter = self.chunks[number], self._draws[number]
-        if enter is None or not chunk.training:
+    def _during_call(self, number: int) -> AbstractContextManager[object]:
+        """What holds from when a chunk is called: one that does not know what other stages draw has numbers of its own,
+        and hooks that keep activations for the loss of another stage are refused in its first pass."""
+        chunk, entered = self.chunks[number], list[AbstractContextManager[object]]()
+        if (own_stream := self._draws[number]) is not None and chunk.training:
+            entered.append(own_stream(self._run.world.device))
+        if number in self._unseen and torch.is_grad_enabled():
+            self._unseen.remove(number)
+            entered.append(refusing_kept_activations(chunk, chunk.pipeline_seat))
+        if not entered:
             return nullcontext()
-        stack, device = ExitStack(), self._run.world.device
-        hook = chunk.register_forward_pre_hook(lambda *given: (stack.enter_context(enter(device)), None)[1])
+        stack = ExitStack()
+        hook = chunk.register_forward_pre_hook(lambda *given: [stack.enter_context(one) for one in entered] and None)
         stack.callback(hook.remove)
         return stack
 

@@ -64,10 +64,10 @@ def sent_in_parts(
     """
     of_tensors = layout.tensor_ranks > 1 and (variant.door != "train" or variant.model != "own")
     if of_tensors or variant.door == "pretrain" or variant.lora or IN_BF16 in layout.keys:
-        return _sent_to_stages(layout, shapes, rank) if layout.stage_ranks > 1 else {}
+        return _sent_to_stages(layout, variant, shapes, rank) if layout.stage_ranks > 1 else {}
     place = Place.of(layout, rank)
     own = _own(layout, variant, shapes, names, place)
-    found = _between_data(layout, variant, own, place) | _sent_to_stages(layout, shapes, rank)
+    found = _between_data(layout, variant, own, place) | _sent_to_stages(layout, variant, shapes, rank)
     if layout.tensor_ranks > 1:
         layers, has_embedding, has_head = _modules(layout, names, place)
         modules = OwnModules(len(layers), has_embedding, has_head)
@@ -109,7 +109,7 @@ def _between_data(layout: Layout, variant: Variant, own: dict[str, Any], place: 
     return {"gather": whole_of(own) * times, "scatter": scattered, "reduce": reduced}
 
 
-def _sent_to_stages(layout: Layout, shapes: list[Any], rank: int) -> dict[str, float]:
+def _sent_to_stages(layout: Layout, variant: Variant, shapes: list[Any], rank: int) -> dict[str, float]:
     """Bytes of hidden states to later stages, and of their gradients to earlier ones."""
     if layout.stage_ranks == 1:
         return {}
@@ -119,7 +119,10 @@ def _sent_to_stages(layout: Layout, shapes: list[Any], rank: int) -> dict[str, f
     sends = sum(stage + 1 not in own for stage in own if stage + 1 < number)
     sends += sum(stage - 1 not in own for stage in own if stage)
     parts = layout.tensor_ranks if layout.divides_sequences else 1
-    return {"send": float(sends * ROWS // layout.data_ranks * LENGTH // parts * _HIDDEN * width)}
+    beside = (
+        4 * variant.accumulation if any("num_moe_experts" in key for key in variant.keys) else 0
+    )  # losses of routers
+    return {"send": float(sends * (ROWS // layout.data_ranks * LENGTH // parts * _HIDDEN * width + beside))}
 
 
 def _own(layout: Layout, variant: Variant, shapes: list[Any], names: list[str], place: Place) -> dict[str, Any]:

@@ -80,7 +80,9 @@ def check_norms(there: dict[str, float], one: dict[str, float], row: Row) -> Non
     """Callbacks have recorded the norms of all parameters, in the order of one process."""
     assert list(there) == list(one), row
     assert not one or any(" spectral_norms " in name or name.endswith(" all") for name in one), row
-    assert there == pytest.approx(one, rel=1e-3, abs=1e-6, nan_ok=True), row
+    for name, norm in one.items():  # matrices that are measured together decide how long a spectral norm is estimated
+        within = 1e-2 if " spectral_norms " in name else 1e-3
+        assert there[name] == pytest.approx(norm, rel=within, abs=1e-6, nan_ok=True), (row, name)
 
 
 def test_what_one_process_trains_with_a_pipeline_does_too(processes: Processes, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,8 @@ def test_users_code_is_shown_the_weights_of_all_stages_without_values(tied: bool
         stage(torch.zeros(1, 3, dtype=torch.int64))
     assert seen == list(own) == [name for name, _ in stage.named_parameters()]
     assert not hooks
+    with shown(copied := copy.deepcopy(stage)):
+        assert list(own) == [name for name, _ in copied.named_parameters()]
 
 
 @pytest.mark.parametrize("tied", [False, True])

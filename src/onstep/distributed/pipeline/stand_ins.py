@@ -54,6 +54,10 @@ class StandIns:
     modules: dict[str, nn.Module]
     """By their names in the whole model."""
 
+    def __reduce__(self) -> tuple[type[StandIns], tuple[dict[str, nn.Module]]]:
+        """A copy of a stage is of that alone."""
+        return StandIns, ({},)
+
 
 def stand_ins_of(whole: nn.Module, stage: Any) -> StandIns:
     """Modules like those of other stages, whose weights are stand-ins.

@@ -59,7 +59,7 @@ SHORT = {
     + [("pp2 interleaved", "tied")],
     4: [
         ("fsdp2 x tp2 sp", "losses"),
-        ("dp2 x tp2", "one group"),
+        ("dp2 x tp2", "losses"),
         ("distopt2 x tp2 sp both", "one group"),
         ("fsdp2 x pp2", "tied"),
     ],

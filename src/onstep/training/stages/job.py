@@ -155,8 +155,8 @@ class Job:
         """What the exchange of gradients divides their sum over the ranks by."""
         self.sharded = [module for chunk in self.model for module in sharded_modules(chunk)]
         """The parts of the model that FSDP2 gathers."""
-        exchanges_each, sizes = self.run.cfg.ddp.sync_each_micro_batch, self.run.world.sizes
-        are_replicas = sizes.tp > 1 == sizes.dp_shard  # of divided tensors, which FSDP2 sums the gradients of
+        exchanges_each, ranks = self.run.cfg.ddp.sync_each_micro_batch, self.run.world.sizes
+        are_replicas = ranks.tp > 1 and ranks.dp_shard == 1  # of divided tensors, which FSDP2 sums the gradients of
         self.exchanges_each = bool(self.sharded) and not are_replicas if exchanges_each is None else exchanges_each
         """Whether ranks exchange gradients after each micro-batch of a step, not only after the last."""
         self.runs_backward = bool(getattr(self.forward_step_func, "runs_backward", False))
@@ -173,8 +173,8 @@ class Job:
         train, checkpoint = self.run.cfg.train, self.run.cfg.checkpoint
         self.decides_at_every_step = bool(train.exit_interval or checkpoint.non_persistent_save_interval)
         """Whether a save or an exit may be due at a step without any request."""
-        batches = self.run.batch_sizes
-        self._step_size = None if batches is None or batches.varies else batches.current_running_global_batch_size
+        sizes = self.run.batch_sizes
+        self._step_size = None if sizes is None or sizes.varies else sizes.current_running_global_batch_size
         """Samples of every full step, if constant throughout the run."""
         self.chunks_with_buffers: list[Any] = [one for one in self.model if hasattr(type(one), "zero_grad_buffer")]
         """Chunks that manage their own gradient buffers."""

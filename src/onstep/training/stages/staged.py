@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,16 +148,21 @@ class StagedForward:
     def _during_call(self, number: int) -> AbstractContextManager[object]:
         """What holds from when a chunk is called: one that does not know what other stages draw has numbers of its own,
         and hooks that keep activations for the loss of another stage are refused in its first pass."""
-        chunk, entered = self.chunks[number], list[AbstractContextManager[object]]()
+        chunk, contexts = self.chunks[number], list[Callable[[], AbstractContextManager[object]]]()
         if (own_stream := self._draws[number]) is not None and chunk.training:
-            entered.append(own_stream(self._run.world.device))
+            contexts.append(partial(own_stream, self._run.world.device))
         if number in self._unseen and torch.is_grad_enabled():
             self._unseen.remove(number)
-            entered.append(refusing_kept_activations(chunk, chunk.pipeline_seat))
-        if not entered:
+            contexts.append(partial(refusing_kept_activations, chunk, chunk.pipeline_seat))
+        if not contexts:
             return nullcontext()
         stack = ExitStack()
-        hook = chunk.register_forward_pre_hook(lambda *given: [stack.enter_context(one) for one in entered] and None)
+
+        def enter(*given: object) -> None:
+            for context in contexts:
+                stack.enter_context(context())
+
+        hook = chunk.register_forward_pre_hook(enter)
         stack.callback(hook.remove)
         return stack
 

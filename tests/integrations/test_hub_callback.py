@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import transformers
 from onstep import pretrain
 from onstep.config import ConfigContainer
 from onstep.errors import ConfigError
+from onstep.events import Callback, CallbackContext
 from onstep.integrations.hub import HubCallback
 from tests.support.hub_server import TOKEN, HubServer, hub_server, using
 from tests.support.small_models import arguments, causal_rows, quiet, qwen
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -41,6 +44,25 @@ def test_pretrain_uploads_its_final_weights_and_newest_checkpoint(
     assert not [path for path in hub.files() if "run.json" in path or "record" in path]
     assert not list(tmp_path.rglob(".tmp-*"))
     assert any("the commit to me/model failed" in one.getMessage() for one in caplog.records)
+
+
+def test_a_failure_that_is_known_late_does_not_bring_an_older_checkpoint(
+    tmp_path: Path, hub: HubServer, tiny_config: ConfigContainer
+) -> None:
+    class FirstFailsAtTheSecond(Callback):
+        def on_checkpoint_save(self, context: CallbackContext) -> None:
+            if context.checkpoint_step == 4:
+                hub.released.set()
+                until(lambda: sum("/commit/" in path for _, path in hub.requests) == 2)
+
+    tiny_config.run.output_dir, tiny_config.run.name = str(tmp_path), "run"
+    tiny_config.train.train_iters, tiny_config.checkpoint.save_interval = 4, 2
+    hub.fail("/commit/", 500, times=1)
+    hub.hold("/commit/")
+    pushes = HubCallback("me/model", "checkpoint", always_push=True)
+    pretrain(tiny_config, callbacks=[pushes, FirstFailsAtTheSecond()])
+    assert hub.messages() == ["Training in progress, step 4", "End of training"]
+    assert json.loads(hub.files()["last-checkpoint/manifest.json"])["step"] == 4
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from onstep.files.links import link, link_tree
@@ -62,10 +63,14 @@ class Pusher:
     def __init__(self, uploads: Uploads, strategy: str, *, always: bool) -> None:
         self.uploads, self._strategy, self._always = uploads, strategy, always
         self._prefix = f"{_STAGED}{secrets.token_hex(4)}-"
+        self._lock = Lock()
+        """Held while the three below change, which the threads of the uploads do too."""
+        self._newest: dict[str, Path] = {}
+        """The whole checkpoints that the Hub is to have in the end, by their names there."""
         self._due: dict[str, Path] = {}
-        """The whole checkpoints that the Hub lacks, by their names there."""
+        """Those of them that it lacks, and that no upload has."""
         self._under_way: dict[Path, dict[str, Path]] = {}
-        """Likewise those of uploads that have not ended, by the directories of their files."""
+        """Those of uploads that have not ended, by the directories of their files."""
 
     def take_over(self, directory: Path, checkpoints: Sequence[Path] = ()) -> None:
         """Delete what the uploads of a process that was killed have left; its checkpoints are then due.
@@ -92,7 +97,8 @@ class Pusher:
         """
         name = {"checkpoint": LAST_CHECKPOINT, "all_checkpoints": checkpoint.name}.get(self._strategy)
         if name is not None:
-            self._due[name] = checkpoint
+            with self._lock:
+                self._newest[name] = self._due[name] = checkpoint
 
     def push_checkpoint(self, checkpoint: Path, message: str, extra: Iterable[Path] = ()) -> Future[CommitInfo] | None:
         """Upload a committed checkpoint, as the strategy says, in the background; None if it is gone by now.
@@ -110,11 +116,12 @@ class Pusher:
             files = {path.name: path for path in weights_in(place / "newest")}
             for path in extra:
                 files[path.name] = Path(shutil.copy2(path, place / path.name))
-            included = self._add_whole(place, files, checkpoint)
+            due = self._missing()[1]
+            self._add_whole(place, files, due, checkpoint)
         except OSError:
             shutil.rmtree(place, ignore_errors=True)
             raise
-        return self._submit(Upload(files, message, place, _cleared(files)), included)
+        return self._submit(Upload(files, message, place, _cleared(files)), due)
 
     def push_directory(
         self, directory: Path, message: str, repository: Repository | None = None, *, warns: bool = True
@@ -132,40 +139,46 @@ class Pusher:
             kept = place / "directory"
             shutil.copytree(directory, kept, ignore=shutil.ignore_patterns(*_OF_THE_RUN), copy_function=_keep)
             files = {path.relative_to(kept).as_posix(): path for path in _files(kept)}
-            unsure = dict(one for due in list(self._under_way.values()) for one in due.items())
-            included = self._add_whole(place, files, unsure=unsure)
+            unsure, due = self._missing()
+            self._add_whole(place, files, {**unsure, **due})
         except OSError:
             shutil.rmtree(place, ignore_errors=True)
             raise
-        return self._submit(Upload(files, message, place, _cleared(files), repository), included, warns=warns)
+        return self._submit(Upload(files, message, place, _cleared(files), repository), due, warns=warns)
+
+    def _missing(self) -> tuple[dict[str, Path], dict[str, Path]]:
+        """Whole checkpoints that uploads which have not ended are to bring, and those that are due, each by name."""
+        with self._lock:
+            return {name: path for one in self._under_way.values() for name, path in one.items()}, dict(self._due)
 
     def _add_whole(
-        self, place: Path, files: dict[str, Path], newest: Path | None = None, unsure: Mapping[str, Path] | None = None
-    ) -> dict[str, Path]:
-        """Add the whole checkpoints that are due, and still there; what was due.
+        self, place: Path, files: dict[str, Path], whole: Mapping[str, Path], newest: Path | None = None
+    ) -> None:
+        """Add whole checkpoints that are still there.
 
         Args:
             place: the directory of the upload.
             files: what it commits, to which they are added.
-            newest: the checkpoint whose files it has already.
-            unsure: further ones, which are being uploaded: no later upload makes up for them if that fails.
+            whole: the checkpoints, by their names on the Hub.
+            newest: the one whose files the upload has already.
         """
-        due, self._due = self._due, {}
-        for name, path in {**(unsure or {}), **due}.items():
+        for name, path in whole.items():
             linked = place / ("newest" if path == newest else f"whole-{name}")
             if path == newest or link_tree(path, linked):
                 files |= {f"{name}/{one.relative_to(linked).as_posix()}": one for one in _files(linked)}
-            elif name in due:
+            elif name in self._due:
                 logger.warning("%s was deleted before it was uploaded, as save_total_limit says", path)
-        return due
 
     def _submit(self, upload: Upload, included: dict[str, Path], *, warns: bool = True) -> Future[CommitInfo]:
         def settle(done: Future[CommitInfo]) -> None:
-            self._under_way.pop(upload.staged)
-            if done.exception() is not None:
-                self._due = {**included, **self._due}
+            with self._lock:
+                lacking = self._under_way.pop(upload.staged)
+                if done.exception() is not None:  # a newer one of the same name has taken its place, or it is due again
+                    self._due |= {name: path for name, path in lacking.items() if self._newest[name] == path}
 
-        self._under_way[upload.staged] = included
+        with self._lock:
+            self._due = {name: path for name, path in self._due.items() if included.get(name) != path}
+            self._under_way[upload.staged] = included
         future = self.uploads.submit(upload, warns=warns)
         future.add_done_callback(settle)
         return future

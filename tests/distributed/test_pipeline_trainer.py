@@ -49,11 +49,12 @@ def logits_of(directory: Path) -> torch.Tensor:
 def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
     processes: Processes, tmp_path: Path
 ) -> None:
-    """Ragged labels with an empty micro-batch, tied embeddings, clipping, metrics of predictions, on all ranks."""
+    """Ragged labels with an empty micro-batch, tied embeddings, clipping, metrics, texts with an end, on all ranks."""
+    ends = {"best": True, "changed": {"eos_token_id": 35}}
     whole, _, rest, own, held, asking, *others = trained(
         processes,
         tmp_path,
-        {"directory": "whole", "best": True},
+        {"directory": "whole", **ends},
         {"directory": "part", "steps": 2, "best": True},
         {"directory": "part", "resumes": True, "best": True},
         {"directory": "own", "overrides": True},
@@ -75,7 +76,7 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
     one, continued = trained(
         processes,
         tmp_path,
-        {"directory": "one", "best": True},
+        {"directory": "one", **ends},
         {"directory": "continued", "resumes": True, "best": True},
         ranks=1,
     )

@@ -320,15 +320,19 @@ def test_weights_of_a_tensor_parallel_rank_are_those_that_the_plan_gives_it(tied
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("name", "held"), [("1F1B", (2, 1)), ("GPipe", (4, 4)), ("ZBVZeroBubble", (4, 4))])
+@pytest.mark.parametrize(
+    ("name", "held", "layers"),
+    [("1F1B", (2, 1), None), ("1F1B", (2, 1), [4, 0]), ("GPipe", (4, 4), None), ("ZBVZeroBubble", (4, 4), None)],
+)
 def test_each_rank_of_a_pipeline_holds_its_stages_and_the_micro_batches_in_flight(
-    name: str, held: tuple[int, int], tied: bool
+    name: str, held: tuple[int, int], layers: list[int] | None, tied: bool
 ) -> None:
-    """Of stages of two layers; in a V, of one layer each: the two of a rank hold each micro-batch."""
+    """Of stages of two layers, or a stage of the head alone; in a V, of one layer each: the two hold each micro-batch."""
     config = config_of(num_layers=4, share_embeddings_and_output_weights=tied)
     config.train.global_batch_size = 8
     parallel = config.parallel
     parallel.pipeline_model_parallel_size, parallel.pipeline_schedule = 2, name
+    parallel.pipeline_model_parallel_layout = layers
     estimates = rank_estimates(config, device="cpu")
     sizes = ParallelSizes(pp=2)
     for rank, (estimate, times) in enumerate(zip(estimates, held, strict=True)):

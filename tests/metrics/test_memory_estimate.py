@@ -327,7 +327,7 @@ def test_weights_of_a_tensor_parallel_rank_are_those_that_the_plan_gives_it(tied
 def test_each_rank_of_a_pipeline_holds_its_stages_and_the_micro_batches_in_flight(
     name: str, held: tuple[int, int], layers: list[int] | None, tied: bool
 ) -> None:
-    """Of stages of two layers, or a stage of the head alone; in a V, of one layer each: the two hold each micro-batch."""
+    """Of stages of two layers, or of the head alone; in a V, of one layer each: the two of a rank hold each."""
     config = config_of(num_layers=4, share_embeddings_and_output_weights=tied)
     config.train.global_batch_size = 8
     parallel = config.parallel

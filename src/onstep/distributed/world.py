@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +27,9 @@ from onstep.distributed.mesh import AXES, EXPERT_AXES, RankGroups, check_sizes
 from onstep.distributed.process_group import is_timeout, leave_group
 from onstep.distributed.timeouts import TimeLimit
 from onstep.errors import CollectiveAfterErrorError
+
+_NUM_BITS = 63
+"""Flags in a number of those that ranks agree on."""
 
 
 @dataclass
@@ -239,7 +242,9 @@ class World:
         self._error = None  # of a nested run, whose error was handled
 
     def agree(self, votes: list[int]) -> list[int]:
-        """The elementwise maximum of all ranks' votes. Collective, on the CPU.
+        """The flags that are set on any rank, as 0 and 1. Collective, on the CPU.
+
+        All of them are the bits of one number: gloo sums a single element in a half to a tenth of the time of several.
 
         Args:
             votes: flags of this rank; each is set on all ranks if it is set on one.
@@ -249,9 +254,9 @@ class World:
         """
         if not self._communicates("agree"):
             return votes
-        tensor = torch.tensor([*votes, self._postponed.error is not None], dtype=torch.int64)
-        self._run("agree", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control_group))
-        *agreed, fails = tensor.tolist()
+        bits = torch.tensor(_bits([self._postponed.error is not None, *votes]))
+        self._run("agree", lambda: dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=self.control_group))
+        fails, *agreed = _flags(bits.tolist(), 1 + len(votes))
         if fails:
             self._postponed.raise_together(self.gather)
         return agreed
@@ -314,6 +319,21 @@ class World:
         """
         if self._communicates(name):
             self._run(name, lambda: dist.all_reduce(tensor, op=operation, group=group))
+        return tensor
+
+    def broadcast(
+        self, tensor: Tensor, source: int, name: str = "broadcast", group: ProcessGroup | None = None
+    ) -> Tensor:
+        """The tensor of one rank of a group, in place. Collective, on the tensor's device.
+
+        Args:
+            tensor: a tensor of the same shape on each rank.
+            source: the rank, among all ranks, that has it.
+            name: what errors call it.
+            group: None for all ranks.
+        """
+        if self._communicates(name):
+            self._run(name, lambda: dist.broadcast(tensor, source, group=group))
         return tensor
 
     def share(self, item: Any, source: int = 0) -> Any:
@@ -412,6 +432,19 @@ class World:
             sys.excepthook = before
         else:
             self._hooks = before, sys.excepthook
+
+
+def _bits(flags: Sequence[object]) -> list[int]:
+    """Flags as the bits of numbers, 63 in each."""
+    return [
+        sum(bool(flag) << place for place, flag in enumerate(flags[start : start + _NUM_BITS]))
+        for start in range(0, len(flags), _NUM_BITS)
+    ]
+
+
+def _flags(numbers: Sequence[int], count: int) -> list[int]:
+    """The first flags of those that are the bits of numbers, as 0 and 1."""
+    return [numbers[place // _NUM_BITS] >> place % _NUM_BITS & 1 for place in range(count)]
 
 
 def _current_error() -> BaseException | None:

@@ -48,7 +48,7 @@ class Summed(Feature[Run]):
         self.agreed: list[list[int]] = []
 
     def after_count(self, step: Step) -> None:
-        self.agreed.append(self.host.world.agree([RANK, step.number]))
+        self.agreed.append(self.host.world.agree([RANK, step.number > 1]))
 
 
 class Alone(Feature[Run]):

@@ -80,7 +80,7 @@ def job_collectives(settings: dict[str, Any]) -> dict[str, Any]:
     total = torch.ones(1)
     dist.all_reduce(total)
     whole: Any = collectives["allgather_into_tensor_coalesced"]()
-    agreed = world.agree([world.rank])
+    agreed = world.agree([world.rank, 0])
     dist.new_group(list(range(world.size)))
     world.close()
     return {"refused": refused, "harmless": harmless, "sum": total.item(), "whole": whole.shape[0], "agreed": agreed}

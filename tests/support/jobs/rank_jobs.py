@@ -237,7 +237,7 @@ def job_after_an_error(settings: dict[str, Any]) -> dict[str, Any]:
     world = open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.5))
     try:
         with world.no_collectives_after_an_error():
-            agreed = world.agree([RANK])
+            agreed = world.agree([RANK, 0, *[1 - RANK] * 150])
             if RANK == 1:
                 raise {"error": ValueError, "exit": SystemExit}[settings["how"]]("rank 1 alone")
     except (ValueError, SystemExit):
@@ -252,7 +252,7 @@ def job_after_an_error(settings: dict[str, Any]) -> dict[str, Any]:
         elif settings["how"] == "exit":
             getattr(world, name)(*arguments)
     with world.no_collectives_after_an_error():
-        agreed += world.agree([RANK + 5])
+        agreed += world.agree([RANK])
     world.close()
     return {"refused": refused, "agreed": agreed}
 

@@ -118,7 +118,7 @@ def counted() -> Iterator[list[str]]:
 
         def called(*args: Any, **kwargs: Any) -> Any:
             sent = args[1] if name == "all_gather" else args[0]
-            if sent.numel() < 16 and kwargs.get("op") != dist.ReduceOp.MAX:
+            if sent.numel() < 16 and kwargs.get("op") != dist.ReduceOp.BOR:
                 calls.append(name)
             return function(*args, **kwargs)
 

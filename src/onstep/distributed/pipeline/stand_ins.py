@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,30 +99,30 @@ def _outline(parameter: Tensor, lacks: Callable[[], OtherStageError]) -> StandIn
     return made
 
 
-@contextmanager
-def shown(chunk: nn.Module) -> Iterator[None]:
+@dataclass
+class Shown:
     """Context in which the modules of a stage, and so its weights, include the stand-ins of others.
 
     The stage's own code, whenever a call of it is under way, gets those of the stage alone.
-
-    Args:
-        chunk: a stage, or a whole model, of which nothing is elsewhere.
     """
-    stand_ins: StandIns = chunk.__dict__.get("stand_ins", StandIns({}))
 
-    def named_modules(
-        memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    chunk: nn.Module
+    """A stage, or a whole model, of which nothing is elsewhere."""
+
+    def __enter__(self) -> None:
+        self.chunk.__dict__["named_modules"] = self._named_modules
+
+    def __exit__(self, *error: object) -> None:
+        del self.chunk.__dict__["named_modules"]
+
+    def _named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        yield from type(chunk).named_modules(chunk, memo, prefix, remove_duplicate)
-        if not _is_running(chunk):
+        yield from type(self.chunk).named_modules(self.chunk, memo, prefix, remove_duplicate)
+        stand_ins: StandIns | None = self.chunk.__dict__.get("stand_ins")
+        if stand_ins is not None and not _is_running(self.chunk):
             for name, module in stand_ins.modules.items():
                 yield from module.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
-
-    chunk.__dict__["named_modules"] = named_modules
-    try:
-        yield
-    finally:
-        del chunk.__dict__["named_modules"]
 
 
 def _is_running(module: nn.Module) -> bool:

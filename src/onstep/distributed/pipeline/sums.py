@@ -1,21 +1,22 @@
-"""Adds up what the stages of a pipeline have, equal on all of them to the bit."""
+"""Adds up what the stages of a pipeline have."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
 class StageSums:
-    """Sums over the ranks of a pipeline, each of which adds in the same order.
+    """Sums over the ranks of a pipeline, equal on all of them to the bit.
 
     Args:
         group: the ranks of the pipeline.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group, self._size = group, dist.get_world_size(group)
+        self._group = group
 
     def __call__(self, values: Tensor) -> Tensor:
         """The sums of values over the stages. Collective over the pipeline.
@@ -23,9 +24,8 @@ class StageSums:
         Args:
             values: this rank's part of each, (num_values,).
         """
-        of_ranks = values.new_empty(self._size, len(values))
-        dist.all_gather(list(of_ranks.unbind()), values.contiguous(), group=self._group)
-        total: Tensor = of_ranks.sum(0)
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self._group)
         return total
 
     def norm(self, squares: Tensor) -> Tensor:

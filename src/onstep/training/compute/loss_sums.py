@@ -59,6 +59,8 @@ class LossForms:
     """The forms of losses that the ranks have agreed on, by what they are of."""
 
     known: dict[str, LossForm | None] = field(default_factory=dict)
+    source: int = 0
+    """A rank of this pipeline that has losses."""
 
 
 def reduce_step(micros: list[MicroLoss], world: World, forms: LossForms | None = None) -> StepLoss:
@@ -253,7 +255,9 @@ def _staged_sums(
     own = _form_of(micros, without)
     form = forms.known.get(of)
     if form is None:
-        form = forms.known[of] = next((one for one in world.gather(own) if one is not None), None)
+        everywhere = world.gather(own)
+        form = forms.known[of] = next((one for one in everywhere if one is not None), None)
+        forms.source = next((rank for rank in world.part("pp") if everywhere[rank] is not None), 0)
     if form is None:
         return None, torch.zeros(0)
     if own is not None and own != form:
@@ -268,4 +272,6 @@ def _staged_sums(
         pairs = chain.from_iterable(_local_report(micros, key) for key in own.keys)
         row = [numerator, weight, 0 if tokens is None else tokens, *pairs]
         matrix[_part_of(world)] = torch.stack([as_scalar(one, torch.float64, world.device) for one in row])
+    if world.data.num_parts == 1:
+        return form, world.broadcast(matrix, forms.source, "losses", world.group("pp"))
     return form, world.reduce(matrix, dist.ReduceOp.SUM, "losses", world.group("pp", "dp_replicate", "dp_shard", "cp"))

@@ -334,7 +334,8 @@ class RerunStateMachine:
 
     def _classify(self) -> None:
         """Decide, for all ranks, what the second result means."""
-        (outcome,) = self._world.agree([max(map(_outcome, self._rejections), default=_NOTHING)])
+        own = max(map(_outcome, self._rejections), default=_NOTHING)
+        outcome = max(of_rank for [of_rank] in self._world.gather_numbers([own]))
         if outcome == _NOTHING:
             for one in self._rejections:
                 logger.warning("%s; recomputed, it differs by %s; not fatal, training continues", one, one.difference)

@@ -17,7 +17,7 @@ from onstep.data import Batch, StepBatches
 from onstep.distributed.buffered import buffered_chunks
 from onstep.distributed.pipeline.kept_activations import refusing_kept_activations
 from onstep.distributed.pipeline.seats import Computed, other_stage_of, seat_of
-from onstep.distributed.pipeline.stand_ins import shown
+from onstep.distributed.pipeline.stand_ins import Shown
 from onstep.distributed.tensor_regions import check_divisible
 from onstep.errors import ConfigError, DataError, OtherStageError, text_of
 from onstep.events.context import unwrap
@@ -30,6 +30,7 @@ from onstep.training.run import Run
 if TYPE_CHECKING:
     from onstep.distributed.pipeline.passes import ChunkForward, Passes
 
+_NOTHING = nullcontext()
 TOKENS = ("tokens", "input_ids")
 """The entries of a micro-batch, of which the first one there has the shape of what the model is called with."""
 
@@ -105,7 +106,7 @@ class StagedForward:
         chunk.set_input_tensor(received)
         handle = None if self._ends[number] else chunk.register_forward_hook(_end)
         try:
-            with run.autocast(), self._random_numbers(number, index), self._during_call(number), shown(chunk):
+            with run.autocast(), self._random_numbers(number, index), self._during_call(number), Shown(chunk):
                 result = call_forward_step(
                     self._forward_step, micro_batches, batch, chunk, run.train_state.step, **asked
                 )
@@ -142,21 +143,24 @@ class StagedForward:
         """Let each chunk of this rank begin a micro-batch with the random state with which the first one has."""
         if number:
             return _random_state(self._starts[index])
-        self._starts[index] = torch.get_rng_state()
-        return nullcontext()
+        if len(self.chunks) > 1:
+            self._starts[index] = torch.get_rng_state()
+        return _NOTHING
 
     def _during_call(self, number: int) -> AbstractContextManager[object]:
         """What holds from when a chunk is called: one that does not know what other stages draw has numbers of its own,
         and hooks that keep activations for the loss of another stage are refused in its first pass."""
-        chunk, contexts = self.chunks[number], list[Callable[[], AbstractContextManager[object]]]()
-        if (own_stream := self._draws[number]) is not None and chunk.training:
+        chunk = self.chunks[number]
+        own_stream = self._draws[number] if chunk.training else None
+        is_new = number in self._unseen and torch.is_grad_enabled()
+        if own_stream is None and not is_new:
+            return _NOTHING
+        stack, contexts = ExitStack(), list[Callable[[], AbstractContextManager[object]]]()
+        if own_stream is not None:
             contexts.append(partial(own_stream, self._run.world.device))
-        if number in self._unseen and torch.is_grad_enabled():
+        if is_new:
             self._unseen.remove(number)
             contexts.append(partial(refusing_kept_activations, chunk, chunk.pipeline_seat))
-        if not contexts:
-            return nullcontext()
-        stack = ExitStack()
 
         def enter(*given: object) -> None:
             for context in contexts:

@@ -50,12 +50,12 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
     processes: Processes, tmp_path: Path
 ) -> None:
     """Ragged labels with an empty micro-batch, tied embeddings, clipping, metrics, texts with an end, on all ranks."""
-    ends = {"best": True, "changed": {"eos_token_id": 35}}
+    ends = {"best": True, "changed": {"eos_token_id": 35}, "predicts": True}
     whole, _, rest, own, held, asking, *others = trained(
         processes,
         tmp_path,
         {"directory": "whole", **ends},
-        {"directory": "part", "steps": 2, "best": True},
+        {"directory": "part", "steps": 2, **ends},
         {"directory": "part", "resumes": True, "best": True},
         {"directory": "own", "overrides": True},
         {"directory": "held", "object": True},
@@ -66,6 +66,7 @@ def test_a_trainer_on_a_pipeline_is_one_in_one_process_and_continues_to_the_bit(
     )
     assert "refused" not in whole, whole
     assert figures(rest) == figures(whole)
+    assert whole["texts"][-1].endswith("C [START] C"), "the text ends with the end token, which the model would repeat"
     assert "WithOwnLoss overrides compute_loss, which has a whole model" in own["refused"]
     assert held["refused"].startswith("the AdamW in optimizers has the whole parameters of LlamaForCausalLM")
     assert asking["refused"].startswith("LBFGS requires a closure")

@@ -88,11 +88,19 @@ def test_after_an_error_a_rank_waits_for_nobody_until_it_begins_anew(processes: 
     agreed = [1, 0, *[1] * 150, 1]
     assert first == {"refused": {}, "agreed": agreed}
     assert second["agreed"] == agreed
-    names = ["agree", "gather", "gather_numbers", "share", "sum", "max", "barrier"]
+    names = ["agree", "gather", "gather_numbers", "broadcast", "share", "sum", "max", "barrier"]
     assert list(second["refused"]) == names
     assert all(
         re.match(f"World.{name} was called on rank 1 of 2 after ValueError; .*call it earlier", text)
         for name, text in second["refused"].items()
+    )
+
+
+@pytest.mark.distributed
+def test_ranks_on_different_paths_do_not_agree(processes: Processes, tmp_path: Path) -> None:
+    first, _ = processes.results(JOBS, "other_votes", tmp_path)
+    assert first.startswith(
+        "rank 0 of 2 agrees on 2 flags while another rank does on 3: the ranks have taken different"
     )
 
 
@@ -107,7 +115,7 @@ def test_one_rank_agrees_with_itself_also_after_an_error() -> None:
     world = World()
     with pytest.raises(KeyError), world.no_collectives_after_an_error():
         raise KeyError("x")
-    assert world.agree([1]) == [1]
+    assert world.agree([3]) == [1]
     assert world == World()
 
 

@@ -112,11 +112,13 @@ def test_a_sequence_that_ended_repeats_the_end_until_all_have_ended(model, promp
         assert row[length:].eq(eos_id).all()
 
 
-def test_generation_stops_when_all_sequences_have_ended(model, prompt):
+@pytest.mark.parametrize("places", [[7], [12, 7], []])
+def test_generation_stops_when_all_sequences_have_ended(model, prompt, places):
     free = generate(model, prompt[:1], max_new_tokens=20, temperature=0)
-    first_end = (free[0, 5:] == free[0, 7]).nonzero()[0].item()
+    ends = free[0, places].tolist()
+    first_end = next((place for place, one in enumerate(free[0, 5:].tolist()) if one in ends), 19)
 
-    out = generate(model, prompt[:1], max_new_tokens=20, temperature=0, eos_id=free[0, 7].item())
+    out = generate(model, prompt[:1], max_new_tokens=20, temperature=0, eos_id=ends)
 
     assert torch.equal(out, free[:, : 5 + first_end + 1])
 

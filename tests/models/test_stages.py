@@ -12,7 +12,7 @@ import torch
 from onstep.config import ModelConfig
 from onstep.distributed.pipeline.kept_activations import refusing_kept_activations
 from onstep.distributed.pipeline.seats import Seat, is_staged, seat_of
-from onstep.distributed.pipeline.stand_ins import shown
+from onstep.distributed.pipeline.stand_ins import Shown
 from onstep.errors import ConfigError, OtherStageError
 from onstep.metrics.model_shape import ModelShape, num_parameters
 from onstep.models.stages import TransformerStage, cut
@@ -161,7 +161,7 @@ def test_users_code_is_shown_the_weights_of_all_stages_without_values(tied: bool
     known = {name: (one.shape, one.requires_grad) for name, one in whole.named_parameters()}
     [stage] = cut(whole, seats(2, 2)[1:])
     own, hooks = dict(stage.named_parameters()), whole.layers[1]._forward_hooks
-    with shown(stage):
+    with Shown(stage):
         found = dict(stage.named_parameters())
         assert {name: (one.shape, one.requires_grad) for name, one in found.items()} == known
         assert all(found[name] is one for name, one in own.items())
@@ -184,7 +184,7 @@ def test_users_code_is_shown_the_weights_of_all_stages_without_values(tied: bool
         stage(torch.zeros(1, 3, dtype=torch.int64))
     assert seen == list(own) == [name for name, _ in stage.named_parameters()]
     assert not hooks
-    with shown(copied := copy.deepcopy(stage)):
+    with Shown(copied := copy.deepcopy(stage)):
         assert list(own) == [name for name, _ in copied.named_parameters()]
 
 

@@ -97,6 +97,9 @@ def test_disabled_runs_once_and_asks_nobody() -> None:
         def agree(self, votes: list[int]) -> list[int]:
             raise AssertionError("no collective")
 
+        def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
+            raise AssertionError("no collective")
+
     one = RerunStateMachine(Alone(), device="d")
     assert one.get_mode() is RerunMode.DISABLED
     iterator = iter([{"x": torch.tensor(1.0)}] * 4)

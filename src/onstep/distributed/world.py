@@ -26,7 +26,7 @@ from onstep.distributed.main_only import MainOnlySection, Postponed
 from onstep.distributed.mesh import AXES, EXPERT_AXES, RankGroups, check_sizes
 from onstep.distributed.process_group import is_timeout, leave_group
 from onstep.distributed.timeouts import TimeLimit
-from onstep.errors import CollectiveAfterErrorError
+from onstep.errors import CollectiveAfterErrorError, OnstepError
 
 _NUM_BITS = 63
 """Flags in a number of those that ranks agree on."""
@@ -251,12 +251,19 @@ class World:
 
         Raises:
             MainOnlyError: on all ranks, if one of them has postponed it.
+            OnstepError: if another rank agrees on more flags.
         """
         if not self._communicates("agree"):
-            return votes
-        bits = torch.tensor(_bits([self._postponed.error is not None, *votes]))
+            return [int(bool(vote)) for vote in votes]
+        own = [self._postponed.error is not None, *votes]
+        bits = torch.tensor(_bits([*own, True]))  # the last one shows their number
         self._run("agree", lambda: dist.all_reduce(bits, op=dist.ReduceOp.BOR, group=self.control_group))
-        fails, *agreed = _flags(bits.tolist(), 1 + len(votes))
+        fails, *agreed = _flags(bits.tolist())
+        if len(agreed) != len(votes):
+            raise OnstepError(
+                f"{self.place()} of {self.size} agrees on {len(votes)} flags while another rank does on {len(agreed)}: "
+                f"the ranks have taken different paths; look for code that calls collectives on some ranks only."
+            )
         if fails:
             self._postponed.raise_together(self.gather)
         return agreed
@@ -442,8 +449,9 @@ def _bits(flags: Sequence[object]) -> list[int]:
     ]
 
 
-def _flags(numbers: Sequence[int], count: int) -> list[int]:
-    """The first flags of those that are the bits of numbers, as 0 and 1."""
+def _flags(numbers: Sequence[int]) -> list[int]:
+    """The flags that are the bits of numbers, before the last that is set, as 0 and 1."""
+    count = _NUM_BITS * (len(numbers) - 1) + numbers[-1].bit_length() - 1
     return [numbers[place // _NUM_BITS] >> place % _NUM_BITS & 1 for place in range(count)]
 
 

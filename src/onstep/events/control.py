@@ -381,7 +381,7 @@ class Control(TrainerControl):
         self.rollback_request = None
 
     def vector(self) -> list[int]:
-        """The flags of this rank and whether it has requests, for a single MAX reduction over ranks."""
+        """The flags of this rank and whether it has requests, for `World.agree`."""
         flags = self.__dict__
         return [*(int(flags[flag]) for flag in FLAGS), int(bool(self.requests))]
 

@@ -144,7 +144,8 @@ class Pusher:
         except OSError:
             shutil.rmtree(place, ignore_errors=True)
             raise
-        return self._submit(Upload(files, message, place, _cleared(files), repository), due, warns=warns)
+        settled = due if repository is None else {}  # elsewhere they are copies
+        return self._submit(Upload(files, message, place, _cleared(files), repository), settled, warns=warns)
 
     def _missing(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """Whole checkpoints that uploads which have not ended are to bring, and those that are due, each by name."""

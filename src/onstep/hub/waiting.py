@@ -17,7 +17,7 @@ class Ranks(Protocol):
     size: int
 
     def agree(self, votes: list[int]) -> list[int]:
-        """The greatest vote of all ranks. Collective."""
+        """The votes of all ranks, each set if one has set it. Collective."""
         ...
 
 

@@ -22,6 +22,7 @@ class Loop:
     def __init__(self, job: Job) -> None:
         self.job, self.run, self.notify, self.on = job, job.run, job.notify, job.run.features
         self.last, self.forms, wrap = self.on.room(LastStep), self.on.room(LossForms), self.on.wrap
+        self.forms.known.clear()  # another training may report other losses
         self.act: Callable[[Job], object] = wrap("act", actions.act_of(job))
         self.iterate: Callable[[], bool] = wrap("iterate", self.read_and_train)
         self.read: Callable[[], StepBatches | None] = wrap("read", lambda: position.read(job))

@@ -28,8 +28,8 @@ class Rows(torch.utils.data.Dataset[Any]):
     Unless they are alike, every two of them have another length.
     """
 
-    def __init__(self, size: int, *, are_alike: bool = True) -> None:
-        self.size, self.are_alike = size, are_alike
+    def __init__(self, size: int, *, are_alike: bool = True, has_labels: bool = True) -> None:
+        self.size, self.are_alike, self.has_labels = size, are_alike, has_labels
 
     def __len__(self) -> int:
         return self.size
@@ -39,7 +39,7 @@ class Rows(torch.utils.data.Dataset[Any]):
         tokens = torch.randint(67, (length,), generator=torch.Generator().manual_seed(index))
         labels = tokens.clone()
         labels[0 if index % 8 > 5 else 3 + index % 8 :] = -100
-        return {"input_ids": tokens, "labels": labels}
+        return {"input_ids": tokens, "labels": labels} if self.has_labels else {"input_ids": tokens}
 
 
 WITHOUT_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
@@ -118,6 +118,17 @@ def _note(event: str) -> Callable[..., None]:
 
 for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
     setattr(Heard, _event, _note(_event))
+
+
+class Predicts(TrainerCallback):
+    """Predicts from rows without labels, of which no rank has a loss, between two steps."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 1:
+            self.trainer.predict(Rows(3, has_labels=False))
 
 
 class Watched(Callback):
@@ -201,7 +212,8 @@ def _trained(one: dict[str, Any], more_callbacks: Sequence[Callback] = ()) -> di
         parameter.requires_grad_(not any(frozen in name for frozen in one.get("frozen", [])))
     heard, texts = Heard(), Texts()
     generates = TextgenCallback(texts, ["AB", "C"], {"do_sample": False}, max_new_tokens=4)
-    callbacks: list[Any] = [*more_callbacks, heard, generates]
+    predicts = Predicts()
+    callbacks: list[Any] = [*more_callbacks, heard, generates, *([predicts] if one.get("predicts") else [])]
     if one.get("averages"):
         callbacks.append(EMA(0.5, apply_at_end=False))
     optimizer: Any = own_optimizer if one.get("factory") else None
@@ -220,6 +232,7 @@ def _trained(one: dict[str, Any], more_callbacks: Sequence[Callback] = ()) -> di
             callbacks=callbacks,
             processing_class=Letters(),
         )
+        predicts.trainer = trainer
         trainer.train(resume_from_checkpoint=one.get("resumes"))
     except ConfigError as error:
         return {"refused": str(error), "lost": [name for name, one in model.named_parameters() if one.is_meta]}

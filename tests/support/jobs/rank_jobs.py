@@ -15,7 +15,7 @@ from torch import nn
 from onstep import Callback, CallbackManager, Trainer, TrainerCallback, TrainingArguments, pretrain
 from onstep.config import ConfigContainer, DistributedDataParallelConfig, DistributedInitConfig
 from onstep.distributed import data_parallel, no_sync, open_world
-from onstep.errors import CollectiveAfterErrorError, NonFiniteError
+from onstep.errors import CollectiveAfterErrorError, NonFiniteError, OnstepError
 from onstep.events.context import unwrap
 from onstep.training import forward_step
 from tests.support.small_configs import small_pretrain_config
@@ -257,10 +257,22 @@ def job_after_an_error(settings: dict[str, Any]) -> dict[str, Any]:
     return {"refused": refused, "agreed": agreed}
 
 
+def job_other_votes(settings: dict[str, Any]) -> str:
+    """What each rank hears if rank 1 agrees on more flags."""
+    world = open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.5))
+    try:
+        return str(world.agree([0] * (2 + RANK)))
+    except OnstepError as error:
+        return str(error)
+    finally:
+        world.close()
+
+
 _COLLECTIVES: dict[str, tuple[Any, ...]] = {
     "agree": ([1],),
     "gather": ("item",),
     "gather_numbers": ([1.0],),
+    "broadcast": (torch.ones(1), 0),
     "share": ("item",),
     "sum": (torch.ones(1),),
     "max": (torch.ones(1),),

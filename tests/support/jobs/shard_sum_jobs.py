@@ -110,7 +110,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """The collectives of less than 16 numbers that are called in the context, but for maxima, by which ranks agree."""
+    """The collectives of less than 16 numbers that are called in the context, but for flags, on which ranks agree."""
     calls: list[str] = []
 
     def noting(name: str) -> Any:

@@ -43,10 +43,11 @@ class FurtherLosses(Protocol):
 class _Call(nn.Module):
     """What torch calls for a stage: the chunk's weights, and the pass of a micro-batch."""
 
-    def __init__(self, chunk: nn.Module, forward: Callable[[Tensor | None], Tensor]) -> None:
+    def __init__(self, chunk: nn.Module, forward: Forward) -> None:
         super().__init__()
         self.chunk = chunk
         self.shards = StageShards(chunk)
+        self.index = 0
         self.error: BaseException | None = None
         """What a pass raised, which torch replaces by an error of its own."""
         self.further: FurtherLosses | None = None
@@ -64,7 +65,7 @@ class _Call(nn.Module):
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         try:
             if self.further is None:
-                return self._forward(received[0] if received else None)
+                return self._forward(self.index, received[0] if received else None)
             return self._with_further(self.further, received)
         except BaseException as error:
             self.error = error
@@ -72,7 +73,7 @@ class _Call(nn.Module):
 
     def _with_further(self, further: FurtherLosses, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
         further.begin()
-        result = self._forward(received[0] if received else None)
+        result = self._forward(self.index, received[0] if received else None)
         kind = torch.promote_types(result.dtype, torch.float32)
         before = received[1] if received else torch.zeros(1, dtype=kind, device=result.device, requires_grad=True)
         parts = [before, *(one.to(before).reshape(1) for one in further.collected())]
@@ -113,9 +114,7 @@ class Stage(PipelineStage):
         after_backward: Callable[[int], None],
         further: FurtherLosses | None = None,
     ) -> None:
-        self.index = 0
-        """The number of the micro-batch whose forward pass runs."""
-        self.call = _Call(chunk, lambda received: forward(self.index, received))
+        self.call = _Call(chunk, forward)
         self.call.is_last, self._further = seat.is_last, further
         super().__init__(self.call, seat.stage, seat.num_stages, device, group=group)
         self.stage_index_to_group_rank = dict(enumerate(ranks))
@@ -199,7 +198,7 @@ class Stage(PipelineStage):
             args: see torch.
             options: see torch.
         """
-        self.index = fwd_chunk_id
+        self.call.index = fwd_chunk_id
         with self._recorded("forward", fwd_chunk_id):
             result = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         _give_up(self.args_recv_info[fwd_chunk_id])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +97,7 @@ def generate(
     top_p: float | None = None,
     repetition_penalty: float = 1.0,
     seed: int | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
 ) -> Tensor:
     """Continue `tokens`, using a key/value cache (except beyond `config.seq_length` with dynamic rope scaling).
 
@@ -116,7 +116,8 @@ def generate(
         top_p: sample from the smallest set of tokens with total probability >= p; None from all.
         repetition_penalty: above 1, tokens of the prompt and of the text so far become less likely.
         seed: the same seed gives the same tokens; None differs each time.
-        eos_id: token that ends a sequence; None for none. It is repeated until all sequences of the batch have ended.
+        eos_id: token that ends a sequence, or several; None for none. It, or the first of them, is repeated until all
+            sequences of the batch have ended.
 
     Returns:
         (batch, seq + new), int64: the prompt followed by up to `max_new_tokens` tokens.
@@ -136,7 +137,7 @@ def stream_tokens(
     *,
     max_new_tokens: int,
     seed: int | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
 ) -> Iterator[Tensor]:
     """The tokens that `generate` adds, (batch, 1) each, as soon as they are chosen.
 
@@ -167,7 +168,8 @@ def stream_tokens(
         generator.seed()
     else:
         generator.manual_seed(seed)
-    return _continue(inner, model, tokens, max_new_tokens, sampling, generator, eos_id)
+    ends = [eos_id] if isinstance(eos_id, int) else list(eos_id or ())
+    return _continue(inner, model, tokens, max_new_tokens, sampling, generator, ends)
 
 
 def _staged(stage: Any) -> CausalLM | None:
@@ -199,7 +201,7 @@ def _continue(
     max_new_tokens: int,
     sampling: Sampling,
     generator: torch.Generator,
-    eos_id: int | None,
+    ends: Sequence[int],
 ) -> Iterator[Tensor]:
     batch, prompt_length = tokens.shape
     text = tokens.new_empty(batch, prompt_length + max_new_tokens)
@@ -213,12 +215,12 @@ def _continue(
         for end in range(prompt_length, text.shape[1]):
             with torch.no_grad():  # not around the whole loop, whose consumer runs between its steps
                 chosen = sampling.choose(reader.next_logits(end), generator, text[:, :end])
-            if eos_id is not None:
-                chosen = chosen.masked_fill(has_ended, eos_id)
-                has_ended |= chosen == eos_id
+            for number, end_id in enumerate(ends):
+                chosen = chosen if number else chosen.masked_fill(has_ended, end_id)
+                has_ended |= chosen == end_id
             text[:, end : end + 1] = chosen
             yield chosen
-            if eos_id is not None and has_ended.all():
+            if ends and has_ended.all():
                 return
 
 

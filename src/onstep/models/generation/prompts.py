@@ -125,15 +125,15 @@ def _continue_with_ours(
     model: nn.Module, tokenizer: Any, rows: Sequence[list[int]], options: dict[str, Any], seed: int
 ) -> list[str]:
     """Continue prompts one at a time: they differ in length, and our cache does not support padding."""
-    of_model = getattr(getattr(model, "config", None), "eos_token_id", None)  # of a stage of a model of transformers
-    texts, eos = [], of_model if isinstance(of_model, int) else eos_of(tokenizer)
+    texts, of_model = [], getattr(model, "generation_config", None)  # a stage of a model of transformers has it
+    ends = eos_of(tokenizer) if (own := getattr(of_model, "eos_token_id", None)) is None else own
     for number, row in enumerate(rows):
         out = generate(
             model,
             torch.tensor([row], device=_device_of(model)),
             max_new_tokens=options["max_new_tokens"],
             seed=seed + number,
-            eos_id=eos,
+            eos_id=ends,
             **_sampling_of(options),
         )
         texts.append(decode_new(tokenizer, out[0, len(row) :].tolist()))

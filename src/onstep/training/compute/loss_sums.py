@@ -60,11 +60,11 @@ class LossForms:
 
     known: dict[str, LossForm | None] = field(default_factory=dict)
     source: int = 0
-    """A rank of this pipeline that has losses."""
+    """The rank of this pipeline that has losses, once one has had any."""
 
 
 def reduce_step(micros: list[MicroLoss], world: World, forms: LossForms | None = None) -> StepLoss:
-    """Sum over micro-batches and ranks. Collective with several ranks: one SUM of a small vector.
+    """Sum over micro-batches and ranks. Collective with several ranks: one sum of a small vector, or its broadcast.
 
     Args:
         micros: none on a rank without losses, in a pipeline.
@@ -257,7 +257,7 @@ def _staged_sums(
     if form is None:
         everywhere = world.gather(own)
         form = forms.known[of] = next((one for one in everywhere if one is not None), None)
-        forms.source = next((rank for rank in world.part("pp") if everywhere[rank] is not None), 0)
+        forms.source = next((rank for rank in world.part("pp") if everywhere[rank] is not None), forms.source)
     if form is None:
         return None, torch.zeros(0)
     if own is not None and own != form:

@@ -34,3 +34,21 @@ def test_the_last_upload_has_the_checkpoint_of_one_that_fails_meanwhile(tmp_path
         name = {"checkpoint": "last-checkpoint"}.get(strategy, "checkpoint-4")
         assert hub.files().keys() >= {"model.safetensors", f"{name}/model.safetensors"}
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_an_upload_elsewhere_leaves_due_what_the_own_branch_lacks(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    with hub_server() as hub, using(hub):
+        pusher = Pusher(Uploads(Repository("me/model"), "Later."), "checkpoint", always=False)
+        hub.fail("/commit/", 500, times=1)
+        pusher.note(checkpoint)
+        failed = pusher.push_checkpoint(checkpoint, "step 4")
+        assert failed is not None
+        assert failed.exception(30) is not None
+        pusher.push_directory(tmp_path, "aside", Repository("me/model", revision="aside")).result(30)
+        pusher.push_directory(tmp_path, "end").result(30)
+        assert hub.messages() == ["end"]
+        for branch in ("main", "aside"):
+            assert "last-checkpoint/model.safetensors" in hub.files(branch=branch)

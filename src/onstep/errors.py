@@ -129,6 +129,10 @@ class CollectiveAfterErrorError(OnstepError, RuntimeError):
     """A rank attempted a collective after an error that other ranks might not share; the message names both."""
 
 
+class RanksApartError(OnstepError, RuntimeError):
+    """The ranks are at different collectives; the message names what this one is at."""
+
+
 class RankFailedError(OnstepError, RuntimeError):
     """This rank has reached the end of the run, but another one has failed."""
 

@@ -15,7 +15,7 @@ from torch import nn
 from onstep import Callback, CallbackManager, Trainer, TrainerCallback, TrainingArguments, pretrain
 from onstep.config import ConfigContainer, DistributedDataParallelConfig, DistributedInitConfig
 from onstep.distributed import data_parallel, no_sync, open_world
-from onstep.errors import CollectiveAfterErrorError, NonFiniteError, OnstepError
+from onstep.errors import CollectiveAfterErrorError, NonFiniteError, RanksApartError
 from onstep.events.context import unwrap
 from onstep.training import forward_step
 from tests.support.small_configs import small_pretrain_config
@@ -258,11 +258,15 @@ def job_after_an_error(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def job_other_votes(settings: dict[str, Any]) -> str:
-    """What each rank hears if rank 1 agrees on more flags."""
+    """What rank 0 hears that agrees on two flags if rank 1 agrees on others, or sums something."""
     world = open_world(DistributedInitConfig(device="cpu", distributed_timeout_minutes=0.5))
+    others = {
+        "flags": lambda: world.agree([0] * 3),
+        "sum": lambda: dist.all_reduce(torch.zeros(1, dtype=torch.float64)),
+    }
     try:
-        return str(world.agree([0] * (2 + RANK)))
-    except OnstepError as error:
+        return str(others[settings["other"]]() if RANK else world.agree([0, 0]))
+    except RanksApartError as error:
         return str(error)
     finally:
         world.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,7 +119,8 @@ def counted() -> Iterator[list[str]]:
 
         def called(*args: Any, **kwargs: Any) -> Any:
             sent = args[1] if name == "all_gather" else args[0]
-            if sent.numel() < 16 and kwargs.get("op") != dist.ReduceOp.BOR:
+            is_agreement = sys._getframe(1).f_code.co_qualname.startswith("World.agree.")
+            if sent.numel() < 16 and not is_agreement:
                 calls.append(name)
             return function(*args, **kwargs)
 

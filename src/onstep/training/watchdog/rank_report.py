@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onstep.errors import ConfigError, text_of
+from onstep.errors import ConfigError, RanksApartError, text_of
 from onstep.processes.heartbeat import ENDING, HEARTBEAT, Called
 from onstep.training.run import Run
 from onstep.training.runs.signals import Interrupts
@@ -313,7 +313,9 @@ class RankObserver:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error only indicates a lost connection to another rank."""
+    """Whether an error only indicates that another rank is gone, or elsewhere."""
+    if isinstance(error, RanksApartError):
+        return True
     if not isinstance(error, (RuntimeError, dist.DistError)):
         return False
     frames = traceback.extract_tb(error.__traceback__)

@@ -91,4 +91,5 @@ def new_page(chromium: Any) -> Iterator[Callable[..., Watched]]:
     for context in contexts:
         with suppress(Exception):  # a test that failed may have closed it
             context.close()
-    assert [complaint for one in made for complaint in one.complaints] == []
+    complaints = [complaint for one in made for complaint in one.complaints]
+    assert not complaints, complaints

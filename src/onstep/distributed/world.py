@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,12 +24,10 @@ from onstep.config.parallel_sizes import ParallelSizes
 from onstep.distributed.data_ranks import DataRanks
 from onstep.distributed.main_only import MainOnlySection, Postponed
 from onstep.distributed.mesh import AXES, EXPERT_AXES, RankGroups, check_sizes
+from onstep.distributed.packed_flags import pack, unpack
 from onstep.distributed.process_group import is_timeout, leave_group
 from onstep.distributed.timeouts import TimeLimit
 from onstep.errors import CollectiveAfterErrorError, RanksApartError
-
-_NUM_BITS = 63
-"""Those of a number in which ranks count."""
 
 
 @dataclass
@@ -244,9 +242,6 @@ class World:
     def agree(self, votes: list[int]) -> list[int]:
         """The flags that are set on any rank, as 0 and 1. Collective, on the CPU.
 
-        How many ranks set each of them is counted in a few bits of one number: gloo sums a single element in a half to
-        a tenth of the time of several.
-
         Args:
             votes: flags of this rank; each is set on all ranks if it is set on one.
 
@@ -256,14 +251,13 @@ class World:
         """
         if not self._communicates("agree"):
             return [int(bool(vote)) for vote in votes]
-        packing = _Packing(self.size.bit_length())
         own = [self._postponed.error is not None, *votes, True]  # the last one is set on every rank
-        numbers = torch.tensor(packing.pack(own))
+        numbers = torch.tensor(pack(own, self.size))
         self._run("agree", lambda: dist.all_reduce(numbers, group=self.control_group))
-        *counts, present = packing.counts(numbers.tolist(), len(own))
+        *counts, present = unpack(numbers.tolist(), len(own), self.size)
         if present != self.size:
             raise RanksApartError(
-                f"{self.place()} of {self.size} agrees on what to do after this step, and another rank is at another "
+                f"{self.place()} of {self.size} agrees on {len(votes)} flags, and another rank is at another "
                 f"collective; look for code that calls one on some ranks only."
             )
         fails, *agreed = (int(count > 0) for count in counts)
@@ -442,30 +436,6 @@ class World:
             sys.excepthook = before
         else:
             self._hooks = before, sys.excepthook
-
-
-@dataclass(frozen=True)
-class _Packing:
-    """Counts in the bits of as few numbers as possible, whose sums are those of the counts."""
-
-    width: int
-    """Bits of a count."""
-
-    @property
-    def _in_number(self) -> int:
-        return _NUM_BITS // self.width
-
-    def pack(self, flags: Sequence[object]) -> list[int]:
-        """Numbers with a count of each flag: 1 if it is set."""
-        size = self._in_number
-        parts = [flags[start : start + size] for start in range(0, len(flags), size)]
-        return [sum(bool(flag) << self.width * place for place, flag in enumerate(part)) for part in parts]
-
-    def counts(self, numbers: Sequence[int], num_flags: int) -> list[int]:
-        """The count of each flag; the last has all bits that are left."""
-        size, mask = self._in_number, (1 << self.width) - 1
-        shifted = [numbers[flag // size] >> self.width * (flag % size) for flag in range(num_flags)]
-        return [*(one & mask for one in shifted[:-1]), shifted[-1]]
 
 
 def _current_error() -> BaseException | None:

@@ -22,7 +22,6 @@ from onstep.distributed.pipeline.stage_shards import StageShards
 
 Forward = Callable[[int, Tensor | None], Tensor]
 """(number of the micro-batch, what the stage before has computed, if any); what is sent on, or the loss."""
-_NOTHING = nullcontext()
 
 
 class FurtherLosses(Protocol):
@@ -279,7 +278,7 @@ class Stage(PipelineStage):
     def _recorded(self, part: Part, index: int) -> AbstractContextManager[Any]:
         """Where a profiler records, what marks a pass in its trace."""
         if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            return _NOTHING
+            return nullcontext()
         return record_function(name_of_pass(part, self.stage_index, index))
 
 

@@ -215,8 +215,9 @@ def _continue(
         for end in range(prompt_length, text.shape[1]):
             with torch.no_grad():  # not around the whole loop, whose consumer runs between its steps
                 chosen = sampling.choose(reader.next_logits(end), generator, text[:, :end])
-            for number, end_id in enumerate(ends):
-                chosen = chosen if number else chosen.masked_fill(has_ended, end_id)
+            if ends:
+                chosen = chosen.masked_fill(has_ended, ends[0])
+            for end_id in ends:
                 has_ended |= chosen == end_id
             text[:, end : end + 1] = chosen
             yield chosen

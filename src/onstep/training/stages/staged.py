@@ -30,7 +30,6 @@ from onstep.training.run import Run
 if TYPE_CHECKING:
     from onstep.distributed.pipeline.passes import ChunkForward, Passes
 
-_NOTHING = nullcontext()
 TOKENS = ("tokens", "input_ids")
 """The entries of a micro-batch, of which the first one there has the shape of what the model is called with."""
 
@@ -145,7 +144,7 @@ class StagedForward:
             return _random_state(self._starts[index])
         if len(self.chunks) > 1:
             self._starts[index] = torch.get_rng_state()
-        return _NOTHING
+        return nullcontext()
 
     def _during_call(self, number: int) -> AbstractContextManager[object]:
         """What holds from when a chunk is called: one that does not know what other stages draw has numbers of its own,
@@ -154,7 +153,7 @@ class StagedForward:
         own_stream = self._draws[number] if chunk.training else None
         is_new = number in self._unseen and torch.is_grad_enabled()
         if own_stream is None and not is_new:
-            return _NOTHING
+            return nullcontext()
         stack, contexts = ExitStack(), list[Callable[[], AbstractContextManager[object]]]()
         if own_stream is not None:
             contexts.append(partial(own_stream, self._run.world.device))
